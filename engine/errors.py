@@ -10,7 +10,6 @@ ServingError
 ├── RequestTimeout            408  the request's own deadline passed
 ├── EngineError               500  computing this request failed; the engine continues
 ├── EngineUnavailable         503  the replica died or makes no progress; a retry elsewhere can help
-│   └── EngineLost               503  one of the replica's engines died, and its others go on
 ├── Moved                     503  the replica lets another one go on with the request
 ├── OtherModel                503  the replica runs another model than this request is for
 └── StartupError              (exit code 1) the engine cannot start as configured
@@ -165,12 +164,6 @@ class EngineUnavailable(ServingError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-class EngineLost(EngineUnavailable):
-    @property
-    def code(self) -> str:
-        return "engine_unavailable"
 
 
 class Moved(ServingError):

@@ -54,12 +54,11 @@ class RankReady:
 
     address: str  #: ZMQ address on which the engine takes commands
     max_model_len: int
-    ranks: Sequence[str] = ()  #: ZMQ addresses at which ranks that go on without lost engines are told who they are
 
 
 class RankActor:
     """Hosts an engine on its first rank, and a worker on its other ranks. A dead rank is never restarted: its replica
-    is replaced, at once or, if the other engines go on, later."""
+    is replaced."""
 
     def __init__(self) -> None:
         # else torch would print a page about a lost connection when rank 0 ends first
@@ -113,9 +112,6 @@ class RankActor:
         self._follow(config, group, location.host)
         return None
 
-    def answer(self) -> None:
-        """Return at once, beside `run`: a process that hangs does not answer."""
-
     def run(self) -> None:
         """Serve until the process ends. Until this call returns, the rank group knows that the rank is alive.
 
@@ -138,13 +134,11 @@ class RankActor:
         return TPGroup.connect(rank, config.world_size, rank_0, task.timeout_s, key=task.key, **group_options(config))
 
     def _lead(self, config: EngineConfig, engine: EngineTask, group: TPGroup, host: str) -> RankReady:
-        from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
         from engine.serving.server import EngineServer
 
         server = EngineServer(config, engine_id=engine.engine_id, status_to=engine.status_to, host=host, group=group)
         self._process = server
-        ranks = group.waves.addresses if isinstance(group, DataParallelGroup) and config.enable_elastic_ep else ()
-        return RankReady(server.address, server.max_model_len, ranks)
+        return RankReady(server.address, server.max_model_len)
 
     def _follow(self, config: EngineConfig, group: TPGroup, host: str) -> None:
         from engine.assembly.open_worker import open_worker

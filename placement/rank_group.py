@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
@@ -16,18 +16,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine.black_box import Found, box_path, ended_key, find, remove, trace
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
-from engine.distributed.data_parallel.roster import Roster
 from engine.errors import EngineUnavailable, ServingError, StartupError
 from placement.cuda_device import rank_options
 from placement.rank_actor import EngineTask, RankActor, RankReady, RankTask
 from placement.rank_order import meeting_host, rank_order
-from placement.rank_watch import HEALTH, RankWatch
 from placement.spec import GroupSpec
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 5.0  # without an answer, after which a rank hangs if an engine makes no progress
-SILENT_S = 60.0  # the same if nothing else is wrong: the others wait no longer to hear who goes on (survivors.py)
 VERDICT_S = 1.0  # wait after a rank's failure for others to fail, too: another rank may know the reason better
 RELAYED = re.compile(r"rank \d+( cannot be reached|: )")  # matches errors about another rank's failure
 
@@ -40,10 +36,7 @@ class RankGroup:
         self._spec = spec
         self._ranks: list[Any] = []  # actor handles, by bundle until the ranks' order is known, then by rank
         self._width = 1  # ranks of each engine
-        self._roster: Roster | None = None  # if engines go on without a lost one
         self._running: dict[asyncio.Future[str | None], int] = {}  # numbers of ranks that serve
-        self._watch = RankWatch()
-        self._on_loss: Callable[[int, str, list[str]], None] = lambda engine, reason, doing: None
         self._replica = ""
         self._failed: set[int] = set()  # numbers of ranks that an exception of their own has ended
         self._died: set[int] = set()  # numbers of ranks whose process has ended
@@ -62,49 +55,20 @@ class RankGroup:
             self.kill()
             raise
 
-    async def run(self, on_loss: Callable[[int, str, list[str]], None] = lambda engine, reason, doing: None) -> str:
-        """Let all ranks serve. Returns why the first of them ended, or the last if engines go on without lost ones.
-        on_loss: function called with the number of an engine without which the others go on, the reason, and what
-        `doing` returns."""
-        self._on_loss = on_loss
+    async def run(self) -> str:
+        """Let all ranks serve. Returns why the first of them ended."""
         ends = {number: self._ended(rank, number) for number, rank in enumerate(self._ranks)}
         self._running = {asyncio.ensure_future(end): number for number, end in ends.items()}
         try:
-            while True:
-                done, others = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-                reasons = [reason for ended in done if (reason := ended.result())]
-                if not reasons and others:  # a rank that ended in an orderly way was told to by one that knows why
-                    told, _ = await asyncio.wait(others, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
-                    reasons, done = [reason for ended in told if (reason := ended.result())], done | told
-                reason = reasons[0] if reasons else "its ranks ended"
-                for ended in done:
-                    if ended in self._running and not self._lose(self._running[ended] // self._width, reason):
-                        return reason
+            done, others = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            reasons = [reason for ended in done if (reason := ended.result())]
+            if not reasons and others:  # a rank that ended in an orderly way was told to by one that knows why
+                told, _ = await asyncio.wait(others, timeout=VERDICT_S, return_when=asyncio.FIRST_COMPLETED)
+                reasons = [reason for ended in told if (reason := ended.result())]
+            return reasons[0] if reasons else "its ranks ended"
         finally:
             for ended in self._running:
                 ended.cancel()
-
-    async def until_hung(self) -> str:
-        """Lose each engine with a rank that has not answered for `stall_timeout_s`, but at most SILENT_S, if engines go
-        on without lost ones. Returns what is wrong once none is left."""
-        limit_s = min(self._spec.stall_timeout_s, SILENT_S)
-        try:
-            while self._roster is None or self._roster.members:
-                asked = {} if self._roster is None else {n: self._ranks[n] for n in self._running.values()}
-                await self._watch.poll(asked)
-                self.end_hung(limit_s)
-            return "all engines hang"
-        finally:
-            self._watch.close()
-
-    def end_hung(self, silent_s: float = ANSWER_S) -> bool:
-        """Lose each engine with a rank that has not answered for so long, if others go on without it. Returns whether
-        any engine was lost and others go on."""
-        lost = False
-        for number in self._watch.silent(silent_s):
-            if number in self._running.values():
-                lost = self._lose(number // self._width, f"rank {number} hangs", hangs=True)
-        return lost
 
     def doing(self, engine: int, hangs: bool = False) -> list[str]:
         """Return what the ranks of an engine were doing, if it has ended by itself or hangs: a fatal signal or an
@@ -126,30 +90,17 @@ class RankGroup:
         has_ended = box.life == "dead" or number in self._died
         return box.life == "stopped" or (has_ended and not box.is_fatal and number not in self._failed)
 
-    def _lose(self, engine: int, reason: str, hangs: bool = False) -> bool:
-        """Let the others go on without an engine, and end its ranks. Returns False if they cannot."""
-        if self._roster is None or not self._roster.lose(engine, reason):
-            return False
-        doing = self.doing(engine, hangs)
-        self._running = {ended: number for ended, number in self._running.items() if number // self._width != engine}
-        for rank in self._ranks[engine * self._width : (engine + 1) * self._width]:
-            ray.kill(rank)  # its process may live
-        self._on_loss(engine, reason, doing)
-        return True
-
     def kill(self) -> None:
         """End the ranks' processes, even those that hang."""
         for number, rank in enumerate(self._ranks):
             ray.kill(rank)
             remove(box_path(self._replica, number))
-        if self._roster is not None:
-            self._roster.close()
 
     async def _start(
         self, config: EngineConfig, replica: str, engines: Sequence[EngineTask], key: ClusterKey
     ) -> list[str]:
         deadline = time.monotonic() + self._spec.startup_timeout_s
-        self._replica, self._width, self._ranks = replica, config.num_ranks, self._create(config)
+        self._replica, self._width, self._ranks = replica, config.num_ranks, self._create()
         locations = await self._all([rank.location.remote() for rank in self._ranks], deadline)
         order = rank_order(locations, ray.get_runtime_context().get_node_id())
         self._ranks = [self._ranks[bundle] for bundle in order]
@@ -163,17 +114,13 @@ class RankGroup:
         started = [actor.start.remote(task, rank, rank_0) for rank, actor in enumerate(self._ranks)]
         ready: list[RankReady | None] = await self._all(started, deadline)
         logger.info("ranks ready engine_id=%s ranks=%d", replica, len(self._ranks))
-        leaders = [rank for rank in ready if rank is not None]
-        if leaders[0].ranks:
-            self._roster = Roster(leaders[0].ranks, key, self._width)
-        return [engine.address for engine in leaders]
+        return [leader.address for leader in ready if leader is not None]
 
-    def _create(self, config: EngineConfig) -> list[Any]:
+    def _create(self) -> list[Any]:
         """Create one actor per bundle."""
         group = ray.util.get_current_placement_group()
         assert group is not None, "a replica must be deployed with the bundles of its GroupSpec"
-        elastic = ray.remote(concurrency_groups={HEALTH: 1})  # other ranks run in the main thread of their process
-        actor = (elastic if config.enable_elastic_ep else ray.remote)(RankActor)
+        actor = ray.remote(RankActor)
         return [
             actor.options(
                 **rank_options(self._spec), scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)

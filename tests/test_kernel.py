@@ -14,13 +14,13 @@ from tests.imports import ROOT, imported_files
 PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room, and files. They may only be lowered; 7,000 in 80 is the aim.
 LIMITS = {
-    "top": 552,
+    "top": 547,
     "wire": 622,
     "text": 408,
-    "distributed": 789,
+    "distributed": 758,
     "model": 2_288,
-    "runner": 1_227,
-    "core": 2_425,
+    "runner": 1_226,
+    "core": 2_422,
 }
 MAX_FILES = 93
 FEATURES = """

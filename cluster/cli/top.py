@@ -19,7 +19,7 @@ from deployments.parts.console.cluster_watcher import ClusterState
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.errors import RequestError
-from engine.wire.parts.experts import ExpertReport, SharedSteps
+from engine.wire.parts.experts import ExpertReport
 
 NUM_REQUESTS, NUM_EVENTS = 8, 5
 CLOCK = "%H:%M:%S"
@@ -137,13 +137,8 @@ def _row(role: str, replica: ReplicaStatus, old: ReplicaStatus | None, elapsed_s
 
 
 def _experts(replica: ReplicaStatus) -> list[str]:
-    """Return a line for each stage of an engine whose ranks share whole experts, and one if it has lost others."""
-    lines, shared = [], replica.stats.record(SharedSteps)
-    if shared is not None and shared.generation:
-        lines.append(
-            f"{replica.engine_id} goes on with {shared.engines} of {shared.engines + shared.generation} engines"
-        )
-    report = replica.stats.record(ExpertReport)
+    """Return a line for each stage of an engine whose ranks share whole experts."""
+    lines, report = [], replica.stats.record(ExpertReport)
     for experts in () if report is None else report.stages:
         total = max(1, sum(experts.rank_tokens))
         loads = " ".join(f"{tokens / total:.0%}" for tokens in experts.rank_tokens)

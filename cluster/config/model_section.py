@@ -226,7 +226,7 @@ class ModelSection(Section):
         if role == "encode":  # not as in the other pools
             options["tensor_parallel_size"] = given(self.pools[role].engine).get("tensor_parallel_size", 1)
             options["pipeline_parallel_size"], options["pipeline_layers"], options["data_parallel_size"] = 1, None, 1
-            options["enable_eplb"] = options["enable_elastic_ep"] = False
+            options["enable_eplb"] = False
             options |= dict.fromkeys(for_adapters, False)
             options["all2all_backend"] = "auto"
         if role != "encode" and self.encode is not None:

@@ -267,7 +267,7 @@ def _engine_options(section: ModelSection) -> Json:
     options["device"] = "cuda" if section.on_gpu("decode") else "cpu"
     if config.determinism == "strict":
         options |= {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_eplb": False}
-        options |= {"enable_elastic_ep": False, "all2all_backend": "auto"}
+        options |= {"all2all_backend": "auto"}
     return options
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -15,9 +14,8 @@ from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaStatus
 from deployments.replicas.remote_dispatcher import RemoteDispatcher, RemotePool
 from engine.distributed.refusals import REFUSALS, add_up
-from engine.errors import EngineLost, EngineUnavailable, RequestTimeout
+from engine.errors import EngineUnavailable, RequestTimeout
 from engine.wire.messages import Answer, Command, Drain, EngineStatus, Notice, Question
-from engine.wire.parts.experts import SharedSteps
 from engine.wire.parts.handoffs import CancelDispatch, DispatchRemote, MoveRequests, SetRole
 from engine.wire.stats.handoff_stats import PeerPool, Role
 
@@ -53,12 +51,9 @@ class EngineControl:
         self._call_ids = count()
         self._questions: dict[str, asyncio.Future[bytes]] = {}
         self._broken: str | None = None
-        self._lost = False  # whether it alone has died, of several
         self._refuses: str | None = None
         self._status: EngineStatus | None = None
-        self._status_at = self._pauses_until = self._now()
-        self._went_on_at = -math.inf  # when the last pause ended
-        self._generation = 0  # of engines that share experts, with which the pause ends
+        self._status_at = self._now()
 
     def send(self, command: bytes) -> None:
         raise NotImplementedError
@@ -82,7 +77,7 @@ class EngineControl:
         """
         name, timeout_s = request.request_id, request.timeout_s
         if reason := self._broken or self._refuses:
-            raise EngineLost(reason) if self._lost else EngineUnavailable(reason)
+            raise EngineUnavailable(reason)
         assert name not in self._calls, name
         ended = asyncio.get_running_loop().create_future()
         self._calls[name] = ended
@@ -141,11 +136,6 @@ class EngineControl:
         """Number of unfinished requests that the engine answers; prompts for other engines do not count."""
         return self._num_answers
 
-    @property
-    def num_calls(self) -> int:
-        """Number of unfinished requests, prompts for other engines included."""
-        return len(self._calls)
-
     def move_requests(self, count: int) -> None:
         """Move up to `count` running requests to other engines."""
         self._send(MoveRequests(count))
@@ -159,11 +149,6 @@ class EngineControl:
         self._refuses = reason
         self._send(Drain())
 
-    def expect_pause(self, seconds: float, generation: int) -> None:
-        """Count the engine as healthy even if it is silent and makes no progress, for this time at most: until it goes
-        on without engines that were lost. generation: number of these."""
-        self._pauses_until, self._generation = self._now() + seconds, generation
-
     @property
     def hangs(self) -> bool:
         """Whether the engine is silent or makes no progress, although nobody knows it to be gone."""
@@ -173,30 +158,25 @@ class EngineControl:
             return self._broken is None
         return False
 
-    def fail(self, reason: str, alone: bool = False, doing: Sequence[str] = ()) -> None:
-        """End all open calls with EngineUnavailable, and refuse new ones, because the engine is gone. alone: whether
-        other engines of the replica go on; then the error is EngineLost. doing: as for EngineUnavailable."""
-        self._broken, self._lost = reason, alone
+    def fail(self, reason: str, doing: Sequence[str] = ()) -> None:
+        """End all open calls with EngineUnavailable, and refuse new ones, because the engine is gone. doing: as for
+        EngineUnavailable."""
+        self._broken = reason
         self.close()
         open_calls: list[asyncio.Future[Any]] = [*self._calls.values(), *self._questions.values()]
         for ended in open_calls:
             if not ended.done():
-                ended.set_exception(EngineLost(reason, doing) if alone else EngineUnavailable(reason, doing))
+                ended.set_exception(EngineUnavailable(reason, doing))
 
     def check_health(self) -> None:
         """Raise EngineUnavailable if the engine is gone, silent, or makes no progress."""
         if self._broken is not None:
             raise EngineUnavailable(self._broken)
-        if self._now() < self._pauses_until:
-            return
         silent_s = self._now() - self._status_at
         if silent_s > self._stall_timeout_s:
             raise EngineUnavailable(f"no status from the engine for {silent_s:.0f} s")
-        if self._status is None:
-            return
-        step_age_s = min(self._status.last_step_age_s, self._status_at - self._went_on_at)  # a pause does not count
-        if step_age_s > self._stall_timeout_s:
-            raise EngineUnavailable(f"work is queued, but no step ended for {step_age_s:.0f} s")
+        if self._status is not None and self._status.last_step_age_s > self._stall_timeout_s:
+            raise EngineUnavailable(f"work is queued, but no step ended for {self._status.last_step_age_s:.0f} s")
 
     async def until_unhealthy(self) -> str:
         """Wait until `check_health` has raised MAX_FAILED_POLLS times in a row. Returns what is wrong."""
@@ -244,9 +224,6 @@ class EngineControl:
 
     def _update(self, status: EngineStatus) -> None:
         self._status, self._status_at = status, self._now()
-        shared, pauses = status.stats.record(SharedSteps), self._pauses_until > self._status_at
-        if pauses and shared is not None and shared.generation >= self._generation:
-            self._pauses_until = self._went_on_at = self._status_at
         for request_id in status.ended:
             ended = self._calls.get(request_id)
             if ended is not None and not ended.done():

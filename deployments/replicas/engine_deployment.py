@@ -104,7 +104,7 @@ class EngineDeployment:
             engine_id: EngineReplica(host, spec.stall_timeout_s, pools, key, node)
             for engine_id in ray_compat.engine_ids(replica, config.data_parallel_size)
         }
-        self._engines = ReplicaEngines(engines, config.enable_elastic_ep)
+        self._engines = ReplicaEngines(engines)
         self._engine = self._engines.all[0]
         self._parts = parts(ReplicaSetup(config=config, engines=self._engines, pools=[*pools.values()]))
         self._ranks = ranks = RankGroup(spec)
@@ -114,7 +114,7 @@ class EngineDeployment:
             engine.connect(address)
         self._model = await asyncio.to_thread(lambda: identity_of(engine_folder(config)))
         self._tasks = [asyncio.create_task(engine.run()) for engine in self._engines.all]
-        ends = self._exit_with_engine(config, ranks), end_orphaned_node()
+        ends = self._exit_with_engine(ranks), end_orphaned_node()
         self._tasks = [*self._tasks, *(asyncio.create_task(end) for end in ends)]
         return pools
 
@@ -180,24 +180,13 @@ class EngineDeployment:
         """Raise EngineUnavailable if an engine is unhealthy. Serve replaces the replica after three failures."""
         self._engines.check_health()
 
-    async def _until_replaced(self, config: EngineConfig) -> str:
-        """Wait until there is time to replace engines that were lost, and let what the others have move. Returns
-        why to restart."""
-        reason = await self._engines.until_idle_without_lost()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._leave(config), TERM_S)
-        return reason
-
-    async def _exit_with_engine(self, config: EngineConfig, ranks: RankGroup) -> None:
-        """End this process when a rank dies or hangs without which the others cannot go on, or when there is time to
-        replace engines that were lost.
+    async def _exit_with_engine(self, ranks: RankGroup) -> None:
+        """End this process when a rank dies, or an engine makes no progress.
 
         If Serve stopped a hanging replica in an orderly way, it would wait `drain_s` in vain for the replica's
         requests.
         """
-        engines = self._engines
-        hangs = ranks.until_hung(), engines.until_hung(ranks.end_hung)
-        ends = [asyncio.create_task(end) for end in (ranks.run(engines.lose), *hangs, self._until_replaced(config))]
+        ends = [asyncio.create_task(end) for end in (ranks.run(), self._engines.until_unhealthy())]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:

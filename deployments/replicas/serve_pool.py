@@ -25,7 +25,7 @@ from deployments.routing.config import Role
 from deployments.routing.prompt_digest import PromptDigest, PromptDigester
 from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.stats import RoutingStats
-from engine.errors import EngineLost, EngineUnavailable, Overloaded, ServingError
+from engine.errors import EngineUnavailable, Overloaded, ServingError
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Command, Question
 from engine.wire.parts.adapter import ModelAdapter, digest_of
@@ -175,7 +175,7 @@ async def _answer(response: DeploymentResponse, call: RoutingContext) -> Any:
     except Exception as error:  # of Ray, Serve or gRPC: the call is lost
         translated = _translate(error)
         if isinstance(translated, EngineUnavailable):
-            outcome = "engine_lost" if isinstance(translated, EngineLost) else "lost"
+            outcome = "lost"
         raise translated from error
     finally:
         call.close(outcome)

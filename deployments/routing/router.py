@@ -89,7 +89,7 @@ class EngineRouter(CallRouter):
         if decision.lost_hold:
             call.note("a part of the prompt was held on a replica that is gone: the hold is broken")
         loop = asyncio.get_running_loop()
-        end = partial(self._end, call.prompt.request_id, best, list(engines_of(replicas[best])))
+        end = partial(self._end, call.prompt.request_id, list(engines_of(replicas[best])))
         call.placed(partial(loop.call_soon_threadsafe, end))
         ranked = {replicas[engine_id].replica_id: replicas[engine_id] for engine_id in decision.engines}
         return [[replica] for replica in ranked.values()]
@@ -121,9 +121,8 @@ class EngineRouter(CallRouter):
                 self.on_new_queue_len_info(replica_id, sum(load.sequences for load in loads))
         return understood
 
-    def _end(self, request_id: str, engine: str, engines: Sequence[str], outcome: CallOutcome) -> None:
-        """Record that a call has ended. engine: the one that had it. engines: those of its replica."""
+    def _end(self, request_id: str, engines: Sequence[str], outcome: CallOutcome) -> None:
+        """Record that a call has ended. engines: those of its replica."""
         self._balancer.end(request_id, confirmed=outcome == "answered")
-        lost = {"lost": engines, "engine_lost": [engine]}.get(outcome, [])
-        for engine_id in lost:
+        for engine_id in engines if outcome == "lost" else ():
             self._balancer.mark_unhealthy(engine_id)

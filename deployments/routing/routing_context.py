@@ -12,9 +12,8 @@ from deployments.routing.stats import RoutingStats
 from engine.wire.generate_request import ModelIdentity
 from engine.wire.parts.kv_fetching import KVHolder
 
-# answered: the engine had the request and has ended it. lost: the replica or its engine is gone. engine_lost: only the
-# engine is gone, and others of its replica go on. ended: anything else.
-CallOutcome = Literal["answered", "lost", "engine_lost", "ended"]
+# answered: the engine had the request and has ended it. lost: the replica or its engine is gone. ended: anything else.
+CallOutcome = Literal["answered", "lost", "ended"]
 
 
 class RoutingContext:

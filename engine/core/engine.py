@@ -169,10 +169,9 @@ class EngineCore:
         submitted_at = self._submitted_at.popleft()
         self.journal.settle()  # while the step computes
         result = self.ranks.collect()
-        resumed_at = self.ranks.launcher.resumed_at
-        began_at = max(resumed_at, self.last_step_at, 0.0 if result.drafts_first else submitted_at)
+        began_at = max(self.last_step_at, 0.0 if result.drafts_first else submitted_at)
         self.last_step_at = self._now()
-        ended = EndedStep(*self.scheduler.planned[0], result, resumed_at, began_at, self.last_step_at)
+        ended = EndedStep(*self.scheduler.planned[0], result, began_at, self.last_step_at)
         for stepped in self._stepped:
             stepped(ended)
         self.scheduler.commit(result, self.last_step_at, self.last_step_at - began_at)

@@ -19,8 +19,6 @@ class EndedStep:
     requests: list[Request]
     """Those of the plan's entries."""
     result: StepResult
-    interrupted_until: float
-    """When it could be launched again after it was interrupted; 0 if it was not."""
     began_at: float
     ended_at: float
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.devices.device import is_gpu
 
 
 def group_options(config: EngineConfig) -> dict[str, Any]:
     """Return the options of TPGroup's `listen` and `connect` for the ranks of an engine, besides the key."""
-    endless = config.enable_elastic_ep and is_gpu(config.device)  # nothing ends a GPU's wait for a rank that is gone
     return {
         "device": config.device,
-        "shared_memory": not (config.disable_custom_all_reduce or endless),
+        "shared_memory": not config.disable_custom_all_reduce,
         "collectives": config.pipeline_parallel_size == 1,
     }

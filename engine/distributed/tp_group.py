@@ -85,14 +85,6 @@ class TPGroup:
         another rank failed.
         """
         deadline = time.monotonic() + timeout_s
-        group = TPGroup.reach(rank, size, address, timeout_s, **options)
-        group.join(deadline - time.monotonic())
-        return group
-
-    @staticmethod
-    def reach(rank: int, size: int, address: str, timeout_s: float, **options: Any) -> ConnectedGroup:
-        """Connect to rank 0 of a group; `join` completes it. The arguments and errors are those of `connect`."""
-        deadline = time.monotonic() + timeout_s
         host, _, port = address.rpartition(":")
         while True:
             try:
@@ -106,7 +98,9 @@ class TPGroup:
                 time.sleep(POLL_INTERVAL_S)
         with _lost_rank_0():
             store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
-        return ConnectedGroup(rank, size, store, own_host, address, GroupOptions(**options))
+        group = ConnectedGroup(rank, size, store, own_host, address, GroupOptions(**options))
+        group.join(deadline - time.monotonic())
+        return group
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks, with the same bits on every rank. May overwrite `x`."""
@@ -158,10 +152,6 @@ class TPGroup:
     def abort(self, reason: str) -> None:
         """Make every present and future wait for other ranks raise. May be called from any thread."""
 
-    def lose(self, rank: int, reason: str) -> None:
-        """Record that the process of another rank has ended. May be called from any thread."""
-        self.abort(reason)
-
     def close(self) -> None:
         """Release connections and memory, without notifying the other ranks."""
 
@@ -201,12 +191,10 @@ class ConnectedGroup(TPGroup):
         self._failures: dist.Store = store if parent is None else parent._failures
         self._cuda = is_gpu(options.device)
         self._aborts: list[Callable[[str], None]] = []
-        self._parts: list[ConnectedGroup] = []
         self._collectives: Collectives | None = None
         self._releases: list[Callable[[], None]] = []
         self._exchanges = 0
         self._broken: str | None = None
-        self._goes_on: Callable[[int, str], bool] = lambda rank, reason: False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -258,19 +246,15 @@ class ConnectedGroup(TPGroup):
                     raise RendezvousTimeout(missing, self.size, timeout_s, self.address)
                 time.sleep(POLL_INTERVAL_S)
 
-    def check_joined(self) -> None:
-        """Raise StartupError if this group has been left or aborted."""
-        if self._broken is not None:
-            raise StartupError(self._broken)
-
     def check_others(self) -> None:
-        """Raise StartupError if another rank has failed, or this group has been left or aborted."""
+        """Raise StartupError if another rank has failed, or this group has been aborted."""
         self._open_store()
         with _lost_rank_0():
             failed = self._failures.get("failed").decode() if self._failures.check(["failed"]) else None
         if failed is not None:
             raise StartupError(failed)
-        self.check_joined()
+        if self._broken is not None:
+            raise StartupError(self._broken)
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -290,15 +274,13 @@ class ConnectedGroup(TPGroup):
 
     def part(self, name: str, rank: int, size: int, **options: Any) -> ConnectedGroup:
         """Return a group of some of these ranks, still to be joined. The calling rank is its rank `rank` of `size`.
-        options: of `connect`, where they differ from those of this group. `leave`, `abort` and `close` of this group
-        act on the new one too. Raises StartupError if this group has been left."""
+        options: of `connect`, where they differ from those of this group. `abort` and `close` of this group act on the
+        new one too."""
         store = self.store(name)
         address = f"{self.address} {name}"  # another name, since symmetric memory is found by it
         group = ConnectedGroup(rank, size, store, self.host, address, GroupOptions(**{**self.options, **options}), self)
-        self._parts.append(group)
         self._aborts.append(group.abort)
         self.before_close(group.close)
-        self.check_joined()
         return group
 
     def on_hosts(self, timeout_s: float) -> ConnectedGroup:
@@ -323,25 +305,6 @@ class ConnectedGroup(TPGroup):
 
     def on_abort(self, call: Callable[[str], None]) -> None:
         self._aborts.append(call)
-
-    def on_loss(self, goes_on: Callable[[int, str], bool]) -> None:
-        """Register a function that `lose` calls with its arguments. It returns whether the others go on."""
-        self._goes_on = goes_on
-
-    def lose(self, rank: int, reason: str) -> None:
-        if not self._goes_on(rank, reason):
-            self.abort(reason)
-
-    def leave(self, reason: str) -> None:
-        """End the collectives of these ranks, or the attempt to join them. Present and future waits of this rank raise,
-        and so do those of other ranks that need this one. May be called from any thread."""
-        self._broken = reason
-        for part in self._parts:
-            part.leave(reason)
-        collectives, self._collectives = self._collectives, None
-        if collectives is not None:
-            collectives.abort(reason)
-            collectives.close()
 
     def abort(self, reason: str) -> None:
         self._broken = reason

@@ -37,10 +37,6 @@ class LayerSlots:
         rest = iter(tensors)
         return [next(rest) if isinstance(each, Tensor) else with_tensors(each[0], rest) for each in self._stored]
 
-    def copy(self, slot: int, source: LayerSlots, source_slot: int) -> None:
-        """Put an expert of a layer like this one into a slot."""
-        self.write(slot, [each[source_slot] for each in source._stored])
-
     def write(self, slot: int, weights: list[Any]) -> None:
         """Put an expert into a slot."""
         for there, new in zip(self._stored, weights, strict=True):
@@ -55,11 +51,10 @@ def add_slots(model: nn.Module) -> None:
     slots follow those of the rank's own experts, and are empty."""
     for layer in model.modules():
         if isinstance(layer, Experts) and layer.split.spread:
-            grow(layer, layer.split.num_slots)
+            _grow(layer, layer.split.num_slots)
 
 
-def grow(layer: Experts, count: int) -> None:
-    """Make room for `count` experts in a layer whose weights are packed. The new slots are empty."""
+def _grow(layer: Experts, count: int) -> None:
     if layer.kernels:
         layer.kernels = [ExpertWeights(*longer(part, count)) for part in layer.kernels]
     elif layer.kept is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from itertools import islice
 from typing import NamedTuple
 
 Placement = list[list[int]]
@@ -39,33 +38,6 @@ def first_placement(num_experts: int, ranks: int, slots: int) -> Placement:
     """Return the placement of an engine that starts: each rank has neighbours, and then empty slots."""
     held = (range(num_experts * rank // ranks, num_experts * (rank + 1) // ranks) for rank in range(ranks))
     return [[*own, *[EMPTY] * (slots - len(own))] for own in held]
-
-
-def adopt(held: Placement, num_experts: int, equal: bool = False) -> Placement:
-    """Return a placement in which every expert has a slot, after some ranks were lost. held: slots of the ranks that
-    are left. Each expert stays where it is; one that none of them holds goes to a rank with few experts, in an empty
-    slot or a new one. Neighbours go to one rank, since they can be read together. equal: whether all ranks get equal
-    numbers of slots."""
-    found = {expert for experts in held for expert in experts}
-    missing = iter([expert for expert in range(num_experts) if expert not in found])
-    before = [len(experts) - experts.count(EMPTY) for experts in held]
-    counts = list(before)
-    for _ in range(num_experts - len(found - {EMPTY})):
-        counts[counts.index(min(counts))] += 1
-    placement = []
-    for experts, old, new in zip(held, before, counts, strict=True):
-        adopted = islice(missing, new - old)
-        filled = [next(adopted, EMPTY) if expert == EMPTY else expert for expert in experts]
-        placement.append([*filled, *adopted])
-    slots = max(map(len, placement)) if equal else 0
-    return [[*experts, *[EMPTY] * (slots - len(experts))] for experts in placement]
-
-
-def most_adopted(num_experts: int, ranks: int, lost: int, slots: int = 0) -> int:
-    """Return how many experts a rank adopts at most if one engine with `lost` of all ranks is lost. slots: of each rank
-    if experts move, so that any of them may be in any slot; 0 if each rank holds its own experts."""
-    left = ranks - lost
-    return max(-(-num_experts // left) - num_experts // ranks, -(-min(num_experts, slots * lost) // left))
 
 
 def balance(load: Load, current: Placement) -> Placement:

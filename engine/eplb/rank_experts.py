@@ -51,8 +51,6 @@ IDLE = 0  # state of a rank of engines that share experts, while none moves (sha
 class NoExperts:
     """Stand-in for RankExperts where ranks do not share whole experts."""
 
-    spare_bytes = 0  #: memory that this rank keeps free for the experts of a lost engine
-
     def begin(self, order: ExpertOrder | None, num_tokens: int) -> None:
         pass
 
@@ -60,9 +58,6 @@ class NoExperts:
         return IDLE
 
     def turn(self, states: Sequence[int]) -> None:
-        pass
-
-    def use(self, ranks: TPGroup, placements: list[Placement]) -> None:
         pass
 
     def reset(self) -> None:
@@ -112,18 +107,17 @@ class RankExperts(NoExperts):
         self._closed = True  # to moves
         self._mail: Mailbox | None = None
         if config is not None:
-            self._open_moves(tp)
+            self._open_moves()
         self._measurer = ThreadPoolExecutor(1, "expert load", device.begin_background)
         self._mover = ThreadPoolExecutor(1, "expert moves", device.begin_background)
 
-    def _open_moves(self, ranks: TPGroup) -> None:
-        """Connect to the ranks between which experts move. Every rank has to call this. Raises StartupError."""
+    def _open_moves(self) -> None:
         self._arrived: Arrived | None = None
         self._committed: queue.SimpleQueue[DeviceEvent | None] = queue.SimpleQueue()
         self._slots = [LayerSlots(layer) for layer in self._layers]
         #: Memory on a GPU for experts of one layer that arrive, taken before the KV cache gets the rest.
         self._room = self._slots[0].room() if self._device.asynchronous and self._slots else []
-        self._mail, self._closed = Mailbox(ranks, CONNECT_TIMEOUT_S), False
+        self._mail, self._closed = Mailbox(self._tp, CONNECT_TIMEOUT_S), False
 
     # -- called between steps ----------------------------------------------------------------------------------
 

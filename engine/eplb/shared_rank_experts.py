@@ -16,8 +16,6 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.devices.device import Device
 from engine.distributed.tp_group import TPGroup
-from engine.eplb.lost_experts import spare_bytes
-from engine.eplb.placement import Placement
 from engine.eplb.rank_experts import IDLE, RankExperts
 from engine.eplb.windows import Windows
 from engine.model.layers.moe import Experts
@@ -26,7 +24,6 @@ from engine.wire.parts.experts import ExpertAnswer, ExpertOrder, ExpertStats
 logger = logging.getLogger(__name__)
 
 MOVING, ARRIVED, FAILED = 1, 2, 3  # states of a rank, besides IDLE
-END_S = 30.0  # for moves to end after a loss
 
 
 class SharedRankExperts(RankExperts):
@@ -36,15 +33,13 @@ class SharedRankExperts(RankExperts):
         """ranks: of all engines. The other arguments are those of RankExperts."""
         eplb = config.eplb if config.enable_eplb else None
         super().__init__(layers, ranks, device, config.max_num_batched_tokens, eplb)
-        if config.enable_elastic_ep:
-            self.spare_bytes = spare_bytes(layers.values(), ranks.size, config.tensor_parallel_size)
         self._config, self._windows, self._moves = config, Windows(config.eplb), config.enable_eplb
         self._state, self._stopped = IDLE, False
         self._load: ExpertStats | None = None
 
     @property
     def stats(self) -> list[ExpertStats]:
-        """The newest load; on the first rank of all engines that are left only."""
+        """The newest load; on the first rank of all engines only."""
         return [] if self._load is None else [replace(self._load, stopped=self._stopped)]
 
     def tell(self) -> int:
@@ -69,33 +64,6 @@ class SharedRankExperts(RankExperts):
         elif commit or move:
             self._state = MOVING
         self._obey(ExpertOrder(measure, move, commit, stop))
-
-    def use(self, ranks: TPGroup, placements: list[Placement]) -> None:
-        """Go on with these ranks, because others were lost: report their load, and move experts between them.
-        placements: of each layer. Every rank has to call this at the same time. Raises StartupError."""
-        self._stop()
-        problem = self._await_threads()
-        for answer in super().answers():
-            self._load = answer.load or self._load
-        self._tp, self._placements, self._rank_tokens = ranks, placements, [0.0] * ranks.size
-        self._windows, self._state = Windows(self._config.eplb), IDLE
-        self.reset()
-        if not self._moves:
-            return
-        if problem := next(filter(None, ranks.exchange(problem)), ""):
-            logger.error("experts move no more on any rank: %s", problem)
-            self._stopped, self._state = True, FAILED
-        else:
-            self._open_moves(ranks)
-
-    def _await_threads(self) -> str:
-        """Wait until nothing is measured or moved. Returns why experts cannot move afterwards, else ""."""
-        try:
-            for thread in (self._measurer, self._mover):  # the first lets the second begin
-                thread.submit(int).result(END_S)
-        except TimeoutError:
-            return f"rank {self._tp.rank} still waited for a lost one after {END_S:.0f} s"
-        return "they had stopped before an engine was lost" if self._stopped else ""
 
     def _counted(self) -> Tensor:
         of_ranks = self._tp.all_gather(self._counts.flatten()).view(self._tp.size, *self._counts.shape)

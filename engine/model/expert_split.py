@@ -101,7 +101,6 @@ class ExpertSlots:
     """Which slots of the ranks hold an expert. At first ranks hold neighbours, in the order of ranks. If several ranks
     hold an expert, the first of them computes it."""
 
-    movable = False  #: whether experts change while the engine runs
     most_copies = 1  #: of an expert that are used
 
     def __init__(self, num_experts: int, ranks: AllRanks, count: int | None = None):
@@ -130,8 +129,7 @@ class ExpertSlots:
 
     def set(self, placement: Sequence[Sequence[int]]) -> None:
         """Take another placement into use: the expert in each slot of each rank, -1 in an empty one."""
-        self.held = list(placement[self._rank])  #: the expert in each slot, -1 in an empty one
-        self.count = len(self.held)
+        self.count = len(placement[self._rank])
         table = np.full(self._table.shape, self.count)
         places = np.full(table.shape, len(placement) * PER_RANK)  # nowhere
         copies = np.zeros(len(table), dtype=np.int64)
@@ -150,17 +148,10 @@ class ExpertSlots:
         for target, value in zip((self._places, self._table), values, strict=False):
             target.copy_(copy_to(value, target.device))
 
-    def place(self, placement: Sequence[Sequence[int]], rank: int) -> None:
-        """Do what `set` does, as another rank."""
-        self._rank = rank
-        self.set(placement)
-
 
 class MovableSlots(ExpertSlots):
     """Slots whose experts change while the engine runs. Some experts have copies on several ranks, which take turns
     over the tokens of an engine's step. Each rank has the same number of slots, at first some of them empty."""
-
-    movable = True
 
     def __init__(self, num_experts: int, ranks: AllRanks, redundant: int):
         self.most_copies = ranks.size

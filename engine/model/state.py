@@ -40,7 +40,6 @@ Shape = tuple[tuple[int, ...], str]
 States = dict[str, "Tensor"]
 """The tensors of one layer by name, [slots, *shape], with any stride between slots. A slot need not be cleared for a
 new sequence: the sequence's position shows which values it has written."""
-KeptStates = list[tuple["Tensor", "Tensor", "Tensor"]]
 """What a step changes: tensors, the indices that change, and the values from before."""
 
 
@@ -156,22 +155,6 @@ class StateCache:
         """Copy snapshots into the slots of sequences that resume from them."""
         for slot, snapshot in (plan.record(StateStep) or NO_STATES).restored:
             self._memory[slot].copy_(self._memory[self.slots + snapshot])
-
-    def keep(self, plan: StepPlan) -> KeptStates:
-        """Return copies of the states that a step changes, with which `put_back` undoes its changes: those of its
-        sequences, and the snapshots that it restores, since it may overwrite them."""
-        import torch
-
-        slots = torch.tensor(plan.slots, device=self._memory.device)
-        changed = [(tensor, slots) for layer in self.layers for tensor in layer.values()]
-        if (states := plan.record(StateStep)) is not None and states.restored:
-            snapshots = [self.slots + snapshot for _, snapshot in states.restored]
-            changed.append((self._memory, torch.tensor(snapshots, device=self._memory.device)))
-        return [(tensor, index, tensor[index]) for tensor, index in changed]
-
-    def put_back(self, kept: KeptStates) -> None:
-        for tensor, index, values in kept:
-            tensor[index] = values
 
     def batch(self, slots: np.ndarray, staged: StagedCopy, states: StateStep = NO_STATES) -> StateBatch | None:
         """Return the states of a step's sequences; None for a model without recurrent layers. slots: [seqs] int64."""

@@ -1,13 +1,10 @@
 """Several engines that share experts, used like one EngineCore: the first in this process, the others in children.
 
-With `enable_elastic_ep` the others go on if an engine in a child dies, and take over its requests. An engine dies with
-any of its ranks.
+If one of them dies, all end.
 """
 
 from __future__ import annotations
 
-import queue
-from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -19,7 +16,6 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.distributed.cluster_key import ClusterKey
 from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
-from engine.distributed.data_parallel.roster import Roster
 from engine.distributed.sockets import PullSocket, PushSockets
 from engine.distributed.tp_group import ConnectedGroup
 from engine.errors import EngineUnavailable
@@ -31,22 +27,13 @@ from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenBatch, TokenDelta
 
 HOST = "127.0.0.1"
-POLL_MS = 50  # how soon the loss of an engine is noticed while only others compute
+POLL_MS = 50  # how soon the end of an engine is noticed while only others compute
 
 
 class StepOutput(msgspec.Struct, frozen=True, gc=False):
     """Output of a step for one request."""
 
     delta: TokenDelta
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """A request that an engine computes."""
-
-    message: GenerateRequest
-    engine: int
-    output: list[int] = field(default_factory=list)
 
 
 class Inbox:
@@ -68,9 +55,7 @@ def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:
         ranks.exchange(inbox.notices.address)
         group = DataParallelGroup(ranks, config.num_ranks, config.pipeline_parallel_size)
         core = build_engine(config, group)
-        elastic = config.enable_elastic_ep
-        roster = Roster(group.waves.addresses, ranks.key, config.num_ranks) if elastic else None
-        return EngineGroup(core, ranks, inbox, config.num_ranks, roster)
+        return EngineGroup(core, ranks, inbox, config.num_ranks)
     except BaseException:
         inbox.context.destroy(linger=0)
         raise
@@ -104,26 +89,22 @@ class EngineGroup:
         ranks: ConnectedGroup,
         inbox: Inbox,
         ranks_per_engine: int,
-        roster: Roster | None = None,
     ):
-        """core: the first engine. ranks: all ranks of all engines. roster: tells engines to go on if one dies; None if
-        they end together. Waits until all engines have loaded. Raises StartupError."""
-        self._core, self._inbox, self._roster = core, inbox, roster
+        """core: the first engine. ranks: all ranks of all engines. Waits until all engines have loaded. Raises
+        StartupError."""
+        self._core, self._inbox = core, inbox
         self.max_model_len = core.max_model_len
-        self._addresses, self._width = ranks.exchange("")[::ranks_per_engine], ranks_per_engine
+        self._addresses = ranks.exchange("")[::ranks_per_engine]
         self._peers = PushSockets(inbox.context, key=ranks.key)
-        self._live: dict[str, LiveRequest] = {}  # by request id
+        self._live: dict[str, int] = {}  # engine by request id
         #: Engine in a child, and number of its aborted requests whose last delta is still to come, by request id.
         self._aborted: dict[str, tuple[int, int]] = {}
         engines = range(len(self._addresses))
         self._numbers = dict.fromkeys(engines, 0)  # of live requests, by engine
-        self._names = {engine_name(engine) for engine in engines[1:]}  # of those in children that live
-        self._losses: queue.SimpleQueue[int] = queue.SimpleQueue()  # engines whose requests are to be computed again
         self._stats: dict[str, EngineStats] = {}
         self._lost: str | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         ranks.on_abort(self._end)
-        ranks.on_loss(self._lose)
 
     def check(self, message: GenerateRequest) -> None:
         """As in EngineCore."""
@@ -133,8 +114,11 @@ class EngineGroup:
         """Take a request, or raise a ServingError. Engines in children report errors later, in deltas."""
         # an aborted request with this id may still be answered: then the same engine answers this one, afterwards
         engine, _ = self._aborted.get(message.request_id, (self._idlest(), 0))
-        self._start(message, engine)
-        self._live[message.request_id] = LiveRequest(message, engine)
+        if engine == 0:
+            self._core.add(message)
+        else:
+            self._send(engine, Add(msgspec.structs.replace(message, reply_to=self._inbox.tokens.address)))
+        self._live[message.request_id] = engine
         self._numbers[engine] += 1
 
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> list[StepOutput]:
@@ -157,15 +141,10 @@ class EngineGroup:
             self._inbox.tokens.socket.poll(POLL_MS)
         deltas = [event.delta for event in self._core.step()]
         for batch in self._inbox.tokens.messages():
-            if batch.engine_id in self._names:  # else it has died, and others compute its requests again
-                deltas += [delta for delta in batch.deltas if not self._is_late(delta)]
+            deltas += [delta for delta in batch.deltas if not self._is_late(delta)]
         for delta in deltas:
-            if (request := self._live.get(delta.request_id)) is not None:
-                request.output += delta.token_ids
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
-        while not self._losses.empty():
-            self._replay(self._losses.get())
         return [StepOutput(delta) for delta in deltas]
 
     def stats(self) -> EngineStats:
@@ -177,45 +156,24 @@ class EngineGroup:
         for notice in self._inbox.notices.messages():
             if isinstance(notice, EngineStatus):
                 self._stats[notice.engine_id] = notice.stats
-        return [self._core.stats(), *(self._stats[name] for name in sorted(self._stats.keys() & self._names))]
+        return [self._core.stats(), *(self._stats[name] for name in sorted(self._stats))]
 
     def close(self) -> None:
         """End the first engine. The children end with their pipes."""
         self._core.close()
         self._inbox.context.destroy(linger=0)
-        if self._roster is not None:
-            self._roster.close()
 
     def _idlest(self) -> int:
         return min(self._numbers, key=lambda engine: self._numbers[engine])
-
-    def _start(self, message: GenerateRequest, engine: int) -> None:
-        if engine == 0:
-            self._core.add(message)
-        else:
-            self._send(engine, Add(msgspec.structs.replace(message, reply_to=self._inbox.tokens.address)))
-
-    def _replay(self, engine: int) -> None:
-        """Let other engines compute the requests of an engine that has died, if this is not known yet."""
-        if self._numbers.pop(engine, None) is None:
-            return
-        self._names.remove(engine_name(engine))
-        self._aborted = {name: aborted for name, aborted in self._aborted.items() if aborted[0] != engine}
-        for request in [request for request in self._live.values() if request.engine == engine]:
-            request.engine = self._idlest()
-            self._numbers[request.engine] += 1
-            again = request.message.continued(request.output)  # its seed comes from its id, and so stays the same
-            self._start(again, request.engine)
 
     def _send(self, engine: int, command: Command) -> None:
         self._peers.send(self._addresses[engine], self._encode(command))
 
     def _forget(self, request_id: str) -> int | None:
-        request = self._live.pop(request_id, None)
-        if request is None:
-            return None
-        self._numbers[request.engine] -= 1
-        return request.engine
+        engine = self._live.pop(request_id, None)
+        if engine is not None:
+            self._numbers[engine] -= 1
+        return engine
 
     def _is_late(self, delta: TokenDelta) -> bool:
         """Whether a delta from a child answers an aborted request, not a later one with the same id."""
@@ -231,11 +189,3 @@ class EngineGroup:
 
     def _end(self, reason: str) -> None:
         self._lost = reason
-
-    def _lose(self, rank: int, reason: str) -> bool:
-        """Take note that a rank has died, and with it its engine, in any thread. Returns whether the others go on."""
-        engine = rank // self._width
-        if self._roster is None or engine == 0:
-            return False
-        self._losses.put(engine)
-        return self._roster.lose(engine, reason)

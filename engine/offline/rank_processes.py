@@ -90,7 +90,7 @@ class RankProcesses:
         status = process.wait()
         if not self._closing.is_set():
             how = f"was killed by signal {-status}" if status < 0 else f"ended with exit status {status}"
-            self._group.lose(rank, f"the process of rank {rank} {how}")
+            self._group.abort(f"the process of rank {rank} {how}")
 
 
 def main() -> None:

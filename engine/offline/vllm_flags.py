@@ -251,7 +251,10 @@ TABLE = (
         "--engine-use-ray --cpu-distributed-timeout-seconds=",
         "Ray places ranks and replicas on nodes; --address joins a cluster",
     ),
-    refused("--elastic-ep-max-dp-size=", "engines can leave a group, and none is added to it (docs/rank_groups.md)"),
+    refused(
+        "--enable-elastic-ep --elastic-ep-max-dp-size=",
+        "engines that share experts start and end together; replicas come and go (docs/rank_groups.md)",
+    ),
     refused("--device-ids=*", "set CUDA_VISIBLE_DEVICES to limit the GPUs that Ray gives to ranks"),
     refused(
         "--worker-cls= --worker-extension-cls= --scheduler-cls=",

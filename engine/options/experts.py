@@ -53,11 +53,6 @@ class ExpertOptions(KVEventOptions, StageOptions):
         "(docs/rank_groups.md): `allgather_reducescatter` sends them to all ranks, `alltoall` only to those that need "
         "them. `auto` chooses one of the two.",
     )
-    enable_elastic_ep: bool = option(
-        False,
-        "Let the engines of `data_parallel_size` go on if one of them dies or hangs. The others take over its experts "
-        "and its requests (docs/rank_groups.md).",
-    )
     enable_eplb: bool = option(
         False,
         "Move experts between ranks by their measured load, with `enable_expert_parallel` on at least two ranks "
@@ -105,8 +100,6 @@ class ExpertOptions(KVEventOptions, StageOptions):
 
     def _check_data_parallel(self) -> None:
         if self.data_parallel_size == 1:
-            if self.enable_elastic_ep:
-                raise ConfigError("enable_elastic_ep", True, "false without data_parallel_size above 1")
             if self.all2all_backend != "auto":
                 limit = "auto without data_parallel_size above 1, because all ranks of an engine have all of its tokens"
                 raise ConfigError("all2all_backend", self.all2all_backend, limit)
@@ -114,11 +107,7 @@ class ExpertOptions(KVEventOptions, StageOptions):
         if not self.enable_expert_parallel:
             limit = "1 without enable_expert_parallel; for independent engines, use replicas instead"
             raise ConfigError("data_parallel_size", self.data_parallel_size, limit)
-        if self.pipeline_parallel_size > 1:
-            for key, why in (
-                ("enable_elastic_ep", "the steps under way in all stages would have to be launched again"),
-                ("enable_eplb", "only the first stage reports the load of its experts"),
-            ):
-                if getattr(self, key):
-                    limit = f"false with both data_parallel_size and pipeline_parallel_size above 1, because {why}"
-                    raise ConfigError(key, True, limit)
+        if self.pipeline_parallel_size > 1 and self.enable_eplb:
+            several = "both data_parallel_size and pipeline_parallel_size above 1"
+            limit = f"false with {several}, because only the first stage reports the load of its experts"
+            raise ConfigError("enable_eplb", True, limit)

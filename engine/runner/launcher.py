@@ -22,8 +22,6 @@ class StepRunner(Protocol):
 class Launcher:
     """Launches steps in the calling thread."""
 
-    resumed_at = 0.0  #: when steps could be launched again after a pause, by `time.monotonic`; 0 if there was none
-
     def __init__(self, runner: StepRunner):
         self._runner = runner
 

@@ -69,7 +69,7 @@ class RankPart:
         return None
 
     def before(self, step: Forward) -> None:
-        """The model is about to compute a step. Called again if the step is launched again."""
+        """The model is about to compute a step."""
 
     def after(self, step: LaunchedStep, out: Tensor, tokens: Tensor) -> None:
         """The model has computed a step, and its tokens are sampled. out: [tokens, columns], hidden states and inputs

@@ -255,12 +255,11 @@ def test_images_of_prefill_and_decode_engines_are_encoded_by_an_encode_pool():
     shared = {
         "data_parallel_size": 2,
         "enable_expert_parallel": True,
-        "enable_elastic_ep": True,
         "all2all_backend": "alltoall",
     }
     (model,) = AppConfig.parse({"models": [{**MODEL, "engine": shared, "encode": {}}]}).models
     encode = model.engine_config("encode")
-    assert (encode.data_parallel_size, encode.enable_elastic_ep, encode.all2all_backend) == (1, False, "auto")
+    assert (encode.data_parallel_size, encode.all2all_backend) == (1, "auto")
 
 
 def test_replicas_that_change_roles_are_one_deployment_of_engines_that_can_do_both():

@@ -342,8 +342,6 @@ PARTS = (
                   "eplb_config": EPLBConfig(window_size=2, step_interval=2, num_redundant_experts=4)}),
     Part("shared experts", "`data_parallel_size: 2`", shares_experts,
          {"data_parallel_size": 2, "enable_expert_parallel": True}, kind={"experts": True}),
-    Part("elastic expert groups", "`enable_elastic_ep`; no engine is lost", shares_experts, kind={"experts": True},
-         options={"data_parallel_size": 2, "enable_expert_parallel": True, "enable_elastic_ep": True}),
     Part("strict", "`determinism: strict`", always, {"determinism": "strict"}),
     Part("sliding windows", "a model with them", always, kind={"attention": "windows"}, twice=True),
     Part("recurrent layers", "a model with them", always, kind={"attention": "recurrent"}, twice=True),

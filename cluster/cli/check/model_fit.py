@@ -18,7 +18,6 @@ from engine.assembly.open_setup import check_tested
 from engine.config import EngineConfig
 from engine.devices.host_memory import free_host_memory
 from engine.distributed.tp_group import TPGroup
-from engine.eplb.placement import most_adopted
 from engine.errors import ConfigError, OutOfMemory
 from engine.kv_transfer.transport import nixl
 from engine.model.checkpoint.overlay import engine_folder
@@ -125,14 +124,9 @@ def check_memory(model: ModelSection, role: Role, *, here: bool) -> Iterator[Fin
         yield Finding("ok", topic, f"{experts} experts over {ranks} ranks: at most {largest} of each layer per rank")
         of_experts = weight_bytes(folder, dtype, stage=shape.stage, part=".experts.")
         weights += of_experts * largest // experts - of_experts // engine.tensor_parallel_size
-        of_layer = of_experts * largest // (experts * max(1, sum(n in shape.stage.layers for n in shape.moe.layers)))
         if engine.enable_eplb and on_gpu:  # room for those of one layer that arrive
-            weights += of_layer
-        if engine.enable_elastic_ep:
-            adopted = most_adopted(experts, ranks, engine.tensor_parallel_size, largest if engine.enable_eplb else 0)
-            spare = 2 * of_experts * adopted // experts + of_layer
-            yield Finding("ok", topic, f"{spare / GIB:.2f} GiB per rank stay free for experts of a lost engine")
-            weights += spare
+            layers = max(1, sum(number in shape.stage.layers for number in shape.moe.layers))
+            weights += of_experts * largest // (experts * layers)
     if here and (torch.cuda.is_available() or not on_gpu):
         yield check_kv_cache(topic, engine, shape, dtype, weights, on_gpu=on_gpu)
 

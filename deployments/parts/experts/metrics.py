@@ -55,13 +55,5 @@ SHARED: list[Row] = [
         "Seconds in which an engine waited for engines that share its experts to begin a step.",
         "wait_s",
     ),
-    (Gauge, "manta_shared_engines", "Engines that share experts, without those that were lost.", "engines"),
-    (Gauge, "manta_shared_generation", "Engines that were lost, while others went on.", "generation"),
-    (
-        Counter,
-        "manta_shared_pause_seconds",
-        "Seconds in which an engine took no steps because another was lost.",
-        "pause_s",
-    ),
 ]
 METRICS = (PartMetrics(ExpertReport, ROWS), PartMetrics(SharedSteps, SHARED))

@@ -37,24 +37,19 @@ class ExpertExchange:
         ranks_per_engine: int = 1,
         open_exchange: Callable[[Members], Exchange] = AllGather,
     ):
-        """hosts: see `use`."""
-        self._width, self._open = ranks_per_engine, open_exchange
+        """hosts: the same ranks, which tell each other sizes in host memory, so that no step waits for the device to
+        end the one before; None if `ranks` can."""
+        self._width, self._hosts = ranks_per_engine, hosts or ranks
         self._counts: list[int] | None = None
-        self.use(ranks, hosts)
+        self.members = Members(ranks, ranks_per_engine, measured=True)
+        self._exchange = open_exchange(self.members)
         self.sizes: list[StepSize | None] = []  #: of each engine's step, as told in the last call of `begin`
         self.states: list[int] = []  #: what each rank has told in the last call of `begin`
 
-    def use(self, ranks: AllRanks, hosts: AllRanks | None = None) -> None:
-        """Exchange with these ranks from now on. hosts: the same ranks, which tell each other sizes in host memory, so
-        that no step waits for the device to end the one before; None if `ranks` can."""
-        self._hosts = hosts or ranks
-        self.members = Members(ranks, self._width, measured=self._counts is None)
-        self._exchange = self._open(self.members)
-
     def choose(self, open_exchange: Callable[[Members], Exchange]) -> None:
         """Exchange in this way from now on."""
-        self._open = open_exchange
-        self.use(self.members.ranks, self._hosts)
+        self.members = Members(self.members.ranks, self._width, measured=self._counts is None)
+        self._exchange = open_exchange(self.members)
 
     @property
     def has_step(self) -> bool:

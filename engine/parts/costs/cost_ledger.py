@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 SUMS = 8  # blocks whose time is summed for each token of a request that reports its cost
 
-CostLine = Literal["requests", "preemption", "replay", "handoff", "overhead", "recovery", "stalled", "idle"]
+CostLine = Literal["requests", "preemption", "replay", "handoff", "overhead", "stalled", "idle"]
 """What an engine's time was spent on:
 requests    steps, as far as they advanced a request
 preemption  tokens computed again after the request was preempted
 replay      tokens computed again because the engine of a request was lost, or the KV of a request that moved
 handoff     prompts computed for another engine that has not read their KV
 overhead    a step was planned and none computed, or a step computed tokens of requests that had already ended
-recovery    a step was interrupted, since an engine that shares experts was lost, until it could be launched again
 stalled     requests waited for a grammar, an adapter, or KV from elsewhere, or their KV for another engine to read it
 idle        there were no requests"""
 
@@ -70,20 +69,18 @@ class CostLedger(LoopObserver):
         return self._mark_ns - self._started_ns
 
     def spent(self, line: CostLine, until: float) -> int:
-        """Account for the time until `until`, and return it in nanoseconds. Nobody pays for KV during a recovery."""
+        """Account for the time until `until`, and return it in nanoseconds."""
         now_ns = max(self._mark_ns, nanoseconds(until))
         elapsed, self._mark_ns = now_ns - self._mark_ns, now_ns
         self.ns[line] += elapsed
-        self._kv_ns = now_ns - self.ns["recovery"]
         for usage in self._usages:
-            usage.now_ns = self._kv_ns
+            usage.now_ns = now_ns
         return elapsed
 
     def rested(self, until: float, *, stalled: bool) -> None:
         self.spent("stalled" if stalled else "idle", until)
 
     def stepped(self, step: EndedStep) -> None:
-        self.spent("recovery", step.interrupted_until)
         self.step(StepWork.of(step.plan), step.plan, step.requests, step.began_at, step.ended_at)
 
     def step(self, work: StepWork, plan: StepPlan, requests: list[Request], began_at: float, ended_at: float) -> None:
@@ -155,7 +152,7 @@ class CostLedger(LoopObserver):
         request, cost = event.request, cost_of(event.request)
         if event.delta.finish_reason or len(request.tokens) >= cost.kv.next_sum:
             self._sum_kv(request)
-        byte_ns = cost.kv.byte_ns + cost.kv.num_bytes * (self._kv_ns - cost.kv.at_ns)
+        byte_ns = cost.kv.byte_ns + cost.kv.num_bytes * (self._mark_ns - cost.kv.at_ns)
         byte_ns += cost.remote_byte_ns + cost.coming.byte_ns
         compute_s = (self.of(request) + cost.remote_ns + cost.coming.compute_ns) / 1e9
         below = sum(account.block_ns for account in cost.tiers.values()) / GIB_NS if cost.tiers else 0.0
@@ -175,7 +172,7 @@ class CostLedger(LoopObserver):
             num_bytes += self.block_bytes[group] * usage.share(held)
             num_blocks += len(held)
         next_sum = len(request.tokens) + 1 + num_blocks // SUMS
-        cost.kv = KVCost(byte_ns, num_bytes, self._kv_ns, next_sum)
+        cost.kv = KVCost(byte_ns, num_bytes, self._mark_ns, next_sum)
 
     # -- shares --------------------------------------------------------------------------------------------
 

@@ -21,8 +21,6 @@ def can_capture(setup: RankSetup) -> bool:
         why = "enforce_eager"
     elif (exchange := exchange_of(setup.tp)) is not None and not (asynchronous and exchange.can_be_captured):
         why = "it takes the host to exchange tokens with other engines"
-    elif config.enable_elastic_ep:
-        why = "they would keep the connections to an engine that is lost"
     elif not asynchronous and (config.torch_compile or model.transformers):
         why = "some of its kernels are not Manta's"
     elif not asynchronous and config.added_to_layers and (model.moe is not None or model.latent is not None):

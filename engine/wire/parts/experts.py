@@ -74,9 +74,3 @@ class SharedSteps(PartRecord, frozen=True, kw_only=True):
     """Steps by whether they were its `own`, or it only `served` the other engines."""
     wait_s: float
     """Seconds in which it waited for the other engines to begin a step."""
-    generation: int = 0
-    """Number of engines' losses after which the others went on."""
-    engines: int = 0
-    """Number of engines that have not been lost, this one included."""
-    pause_s: float = 0.0
-    """Seconds in which it took no steps because another engine was lost."""

@@ -14,7 +14,7 @@ from deployments.replicas.pools import ModelReplicas, ReplicaStatus
 from deployments.replicas.scaling_report import ScalingChange
 from engine.wire.messages import EngineStatus
 from engine.wire.part_record import encoded
-from engine.wire.parts.experts import ExpertReport, ExpertStats, SharedSteps
+from engine.wire.parts.experts import ExpertReport, ExpertStats
 from tests.engine_stats import engine_stats
 
 
@@ -85,15 +85,6 @@ def test_ranks_that_share_experts_are_shown_with_their_load_and_the_hottest_expe
     assert "experts of decode-m-a1: balanced 67%, load of ranks 75% 25%, layer 3 expert 7 has 50%, 4 moved" in text
     assert "experts of decode-m-a1 stage 1: balanced 100%, load of ranks 0% 0%, 0 moved" in text
     assert "experts of" not in printed(state(12.0, 300), None)
-
-
-def test_an_engine_that_goes_on_without_others_says_how_many_are_left():
-    now = state(12.0, 300)
-    replica = now.models[0].decode[0]
-    shared = SharedSteps(steps={}, wait_s=0.0, generation=1, engines=3)
-    stats = msgspec.structs.replace(replica.stats, parts=encoded(shared))
-    now.models[0].decode[0] = msgspec.structs.replace(replica, stats=stats)
-    assert "decode-m-a1 goes on with 3 of 4 engines" in printed(now, None)
 
 
 def test_without_a_look_before_there_are_no_rates_and_a_model_may_be_asleep():

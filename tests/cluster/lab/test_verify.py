@@ -158,7 +158,6 @@ def test_answers_of_engines_that_share_experts_with_strict_determinism_are_compu
     shared = {
         "data_parallel_size": 2,
         "enable_expert_parallel": True,
-        "enable_elastic_ep": True,
         "all2all_backend": "alltoall",
     }
     section = ModelSection(name="mixture", model="mixture", engine=shared | {"determinism": "strict"})

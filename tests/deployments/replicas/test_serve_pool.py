@@ -11,7 +11,7 @@ from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, Req
 
 from deployments.replicas.serve_pool import ServeRemotePool, _answer
 from deployments.routing.routing_context import RoutingContext
-from engine.errors import EngineLost, EngineUnavailable, InvalidParameter, Overloaded, ServingError
+from engine.errors import EngineUnavailable, InvalidParameter, Overloaded, ServingError
 from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, PromptImages
 from engine.wire.remote_request import Peer, RemoteRequest
 from engine.wire.sampling_params import SamplingParams
@@ -38,10 +38,9 @@ def outcome(error: Exception, call: RoutingContext | None = None) -> ServingErro
     ("error", "told"),
     [
         (ActorDiedError(), "lost"),
-        (RayTaskError("generate", "a traceback", EngineLost("rank 1 died")).as_instanceof_cause(), "engine_lost"),
         (BackPressureError(1, 1), "ended"),
     ],
-    ids=["lost", "engine lost", "refused"],
+    ids=["lost", "refused"],
 )
 def test_the_router_is_told_how_a_call_ended(error, told):
     call, heard = RoutingContext(), []

@@ -12,13 +12,11 @@ from engine.eplb.placement import (
     EMPTY,
     LEAST_GAIN,
     Placement,
-    adopt,
     balance,
     balancedness,
     count_copies,
     find_moves,
     first_placement,
-    most_adopted,
     rank_loads,
 )
 
@@ -118,44 +116,3 @@ def test_slots_that_experts_cannot_fill_are_refused(experts, ranks, slots):
 def test_balancedness_is_vllms_mean_over_maximum_summed_over_layers():
     assert balancedness([[4, 2], [1, 1]]) == (3 + 1) / (4 + 1)
     assert balancedness([[0, 0]]) == balancedness([]) == 1
-
-
-@given(layers(), st.randoms(), st.booleans())
-def test_after_a_loss_every_expert_has_a_slot_and_those_that_are_left_stay(layer, random, equal):
-    load, placement = layer
-    ranks = random.sample(placement, random.randint(1, len(placement)))
-    after, missing = adopt(ranks, len(load), equal), set(range(len(load))) - held(ranks).keys()
-    assert held(after) == held(ranks) + Counter(missing)
-    for before, now in zip(ranks, after, strict=True):
-        assert all(new == old or old == EMPTY for old, new in zip(before, now, strict=False))
-    if equal:
-        assert {len(now) for now in after} == {max(len(ranks[0]), *(len(now) - now.count(EMPTY) for now in after))}
-        assert set(held(balance(load, after))) == set(range(len(load))), "they can move"
-
-
-@given(layers())
-def test_no_rank_adopts_more_experts_of_one_engine_than_is_foreseen(layer):
-    load, placement = layer
-    size, slots = len(load), len(placement[0])
-    own = first_placement(size, len(placement), 0)
-    for lost in (count for count in range(1, len(placement)) if len(placement) % count == 0):
-        for start in range(0, len(placement), lost):
-            for ranks, movable in ((placement, True), (own, False)):
-                left = [*ranks[:start], *ranks[start + lost :]]
-                after = adopt(left, size, movable)
-                adopted = [sum((held([new]) - held([old])).values()) for old, new in zip(left, after, strict=True)]
-                assert max(adopted) <= most_adopted(size, len(placement), lost, slots if movable else 0)
-
-
-def test_an_engine_may_hold_the_only_copies_of_all_its_experts():
-    after = adopt([[4, 5, 6, 7]] * 3, 8, equal=True)  # four are so popular that each other rank has copies of them
-    assert max(len(now) - now.count(EMPTY) - 4 for now in after) == most_adopted(8, 4, 1, 4) == 2
-    assert most_adopted(8, 4, 1) == 1, "if each rank holds its own"
-
-
-def test_experts_that_are_adopted_go_to_ranks_with_few_slots_and_neighbours_stay_together():
-    assert adopt([[0, 1], [4, 5]], 6) == [[0, 1, 2], [4, 5, 3]]
-    assert adopt([[0, 1, 2, 3], [6, 7]], 8) == [[0, 1, 2, 3], [6, 7, 4, 5]]
-    assert adopt([[0, 1, EMPTY], [2, 1, EMPTY]], 3) == [[0, 1, EMPTY], [2, 1, EMPTY]], "a copy is left"
-    assert adopt([[0, 1, EMPTY], [2, 1, EMPTY]], 6) == [[0, 1, 3, 4], [2, 1, 5]]
-    assert adopt([[0, 1, EMPTY], [2, 1, EMPTY]], 6, equal=True) == [[0, 1, 3, 4], [2, 1, 5, EMPTY]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Event
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from engine.config import EngineConfig
 from engine.devices.device import Device
 from engine.distributed.tp_group import TPGroup
-from engine.eplb import shared_rank_experts
 from engine.eplb.rank_experts import IDLE
 from engine.eplb.shared_rank_experts import ARRIVED, FAILED, MOVING, SharedRankExperts
 from engine.options.experts import EPLBConfig
@@ -106,45 +104,3 @@ def test_experts_that_do_not_move_are_measured():
         rank.turn([rank.tell(), IDLE])
     assert rank.orders == [NOTHING, NOTHING, MEASURE, NOTHING, MEASURE]
     rank.close()
-
-
-def test_after_a_loss_the_first_rank_that_is_left_reports_the_load_of_those_that_are_left():
-    rank = Rank(1, moves=False)
-    rank._numbers, rank._sizes, rank._placements = [0], [4], [[[0, 1], [2, 3]]]
-    load = torch.tensor([[4, 0, 1, 1]]), rank._device.event(), False
-    rank._measurer.submit(rank._measure, *load).result()
-    rank.tell()
-    assert not rank.stats, "the other rank reports it"
-    rank.use(TPGroup(0, 1), [[[2, 3, 0, 1]]])
-    rank._measurer.submit(rank._measure, *load).result()
-    rank.tell()
-    assert [(stats.rank_tokens, stats.balancedness) for stats in rank.stats] == [([6], 1.0)]
-    rank.close()
-
-
-def test_after_a_loss_experts_move_again_between_the_ranks_that_are_left(ranks):
-    take(ranks, 3)
-    ranks[0].hear(arrived=True)  # from a rank that is lost now
-    ranks[0].use(joined(0, 1), [])
-    assert ranks[0].tell() == IDLE
-    assert take(ranks[:1], 3) == [NOTHING, NOTHING, MOVE]
-
-
-def test_experts_that_moved_no_more_before_a_loss_do_not_afterwards(ranks, caplog):
-    take(ranks, 3)
-    ranks[1].hear(failed="rank 1: no memory")
-    assert take(ranks) == [STOP]
-    ranks[0].use(joined(0, 1), [])
-    assert ranks[0].tell() == FAILED
-    assert take(ranks[:1], 6) == [NOTHING, NOTHING, MEASURE, NOTHING, MEASURE, NOTHING]
-    assert "experts move no more on any rank: they had stopped before an engine was lost" in caplog.messages
-
-
-def test_a_mover_that_does_not_end_stops_all_moves(ranks, monkeypatch, caplog):
-    monkeypatch.setattr(shared_rank_experts, "END_S", 0.05)
-    ended = Event()
-    ranks[0]._mover.submit(ended.wait, 60)
-    ranks[0].use(joined(0, 1), [])
-    ended.set()
-    assert ranks[0].tell() == FAILED
-    assert "experts move no more on any rank: rank 0 still waited for a lost one after 0 s" in caplog.messages

@@ -153,10 +153,6 @@ def test_an_engine_without_experts_of_its_own_and_models_without_a_mixture_are_r
     [
         ({"enable_expert_parallel": False}, "data_parallel_size must be 1 without enable_expert_parallel"),
         (
-            {"pipeline_parallel_size": 2, "enable_elastic_ep": True},
-            "enable_elastic_ep must be false with both data_parallel_size and pipeline_parallel_size above 1",
-        ),
-        (
             {"pipeline_parallel_size": 2, "enable_eplb": True},
             "enable_eplb must be false with both data_parallel_size and pipeline_parallel_size above 1",
         ),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from engine.config import EngineConfig
-from engine.devices.free_memory import FreeMemory
 from engine.eplb.layer_slots import add_slots
 from engine.eplb.open_experts import open_experts
 from engine.eplb.rank_experts import NoExperts
-from engine.errors import ConfigError, OutOfMemory
+from engine.errors import ConfigError
 from engine.model.expert_split import choose_exchange, exchange_of
 from engine.model.layers import moe
 from engine.model.models.llama import Model
@@ -19,8 +17,6 @@ from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward
 from engine.wire.parts.experts import ExpertAnswer, ExpertOrder
-
-logger = logging.getLogger(__name__)
 
 
 class ExpertLayers(RankPart):
@@ -46,10 +42,6 @@ class ExpertLayers(RankPart):
         """Begin to count. Steps before may have more tokens than there is room for."""
         self.rank = open_experts(self.setup.config.of(EngineConfig), model, self.setup.tp, self.setup.device)
 
-    def reserve(self, free: FreeMemory) -> FreeMemory:
-        """Keep room for the experts of a lost engine."""
-        return keep_free(free, self.rank.spare_bytes)
-
     def start(self, run: Run, runner: LayerRunner) -> None:
         self.rank.reset()
 
@@ -61,16 +53,3 @@ class ExpertLayers(RankPart):
 
     def close(self) -> None:
         self.rank.close()
-
-
-def keep_free(free: FreeMemory, spare_bytes: int) -> FreeMemory:
-    """Return what is left of the free memory if room is kept for the experts of a lost engine. Raises OutOfMemory
-    if there is too little."""
-    if spare_bytes > free.size:
-        raise OutOfMemory(
-            f"with enable_elastic_ep, this rank needs {spare_bytes / 2**30:.2f} GiB for its part of the experts of a "
-            f"lost engine, but only {free}; use more ranks, or leave the option out"
-        )
-    if spare_bytes:
-        logger.info("%.2f GiB are kept free for experts of a lost engine", spare_bytes / 2**30)
-    return free.less(spare_bytes)

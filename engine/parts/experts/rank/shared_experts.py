@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from typing import cast
 
+from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.shared_rank_experts import SharedRankExperts
 from engine.model.models.llama import Model
 from engine.parts.experts.rank.experts import ExpertLayers
-from engine.parts.experts.rank.shared_rank import SharedRank
-from engine.parts.experts.rank.wave_launcher import WaveLauncher, open_wave_launcher
+from engine.parts.experts.rank.wave_launcher import FollowingLauncher, WaveLauncher
 from engine.runner.graphs.cuda_graphs import NoGraphs
 from engine.runner.graphs.gpu_layers import GPULayers
 from engine.runner.graphs.shared_graphs import SharedGraphs
 from engine.runner.launcher import StepRunner
 from engine.runner.layer_runner import LayerRunner, Run
-from engine.runner.step import StepMemory
 from engine.wire.parts.experts import ExpertReport
-from engine.wire.parts.states import StateStep
 
 
 class SharedExpertLayers(ExpertLayers):
     def attach(self, model: Model) -> None:
         super().attach(model)
         self._model = model
-
-    def allocate(self, memory: StepMemory) -> None:
-        self._memory = memory
 
     def start(self, run: Run, runner: LayerRunner) -> None:
         super().start(run, runner)
@@ -37,5 +32,6 @@ class SharedExpertLayers(ExpertLayers):
         return ExpertReport(self.rank.stats) if isinstance(self.rank, SharedRankExperts) else None
 
     def launcher(self, runner: StepRunner, group: TPGroup) -> WaveLauncher:
-        rank = SharedRank(runner, self.setup, self._model, self._memory.of.get(StateStep.part), self._graphs, self.rank)
-        return open_wave_launcher(rank, group)
+        assert isinstance(group, DataParallelGroup)
+        launcher = WaveLauncher if group.leads else FollowingLauncher
+        return launcher(runner, group, self._model, self._graphs, self.rank)

@@ -4,10 +4,7 @@ A wave is a series of such steps. An engine with a step to launch starts a wave,
 the wave, an engine launches its own step, or computes only its experts for the tokens of the others. The wave ends when
 no engine has a step; then all threads sleep. So an engine without requests computes no dummy step, and its scheduler
 knows nothing of the others. The first rank of an engine decides, and its other ranks do the same. An engine that ends
-serves the others until the wave is over.
-
-If another engine is lost, a Recovery decides what follows. If the engines go on, all of them begin with a wave, in
-which they launch the interrupted steps again.
+serves the others until the wave is over. If an engine is lost, all others end too.
 """
 
 from __future__ import annotations
@@ -22,19 +19,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.config import EngineConfig
 from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
-from engine.distributed.data_parallel.roster import Lost, Message, Regroup, Wave
+from engine.distributed.data_parallel.waves import Lost, Message, Wave
 from engine.distributed.exchange.expert_exchange import StepSize
 from engine.distributed.process_group import COLLECTIVE_TIMEOUT_S
-from engine.distributed.tp_group import TPGroup
+from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable
 from engine.model.layers import moe
-from engine.parts.experts.rank.recovery import NoRecovery, Recovery
-from engine.parts.experts.rank.shared_rank import SharedRank
-from engine.runner.graphs.cuda_graphs import StepShape
+from engine.model.models.llama import Model
+from engine.runner.graphs.cuda_graphs import NoGraphs, StepShape
 from engine.runner.graphs.gpu_layers import GPUStep
-from engine.runner.launcher import Launcher
+from engine.runner.graphs.shared_graphs import SharedGraphs
+from engine.runner.launcher import Launcher, StepRunner
 from engine.runner.step import LaunchedStep, StepInputs
 from engine.wire.parts.experts import SharedSteps
 
@@ -79,18 +75,25 @@ class WaveLauncher(Launcher):
     """A Launcher with a thread that also serves other engines: that of the first rank of an engine, or of each of its
     stages."""
 
-    def __init__(self, rank: SharedRank, group: DataParallelGroup, recovery: NoRecovery):
-        super().__init__(rank.runner)
-        self._exchange, self._waves = group.expert_exchange, group.waves
+    def __init__(
+        self,
+        runner: StepRunner,
+        group: DataParallelGroup,
+        model: Model,
+        graphs: SharedGraphs | NoGraphs,
+        experts: NoExperts,
+    ):
+        super().__init__(runner)
+        self._group, self._exchange, self._waves = group, group.expert_exchange, group.waves
         self._late_s = STAGE_LATE_S if group.has_stages else LATE_S
-        self._recovery, self._graphs, self._rank_experts = recovery, rank.graphs, rank.experts
-        self._layers = [layer for layer in rank.model.modules() if isinstance(layer, moe.Experts)]
+        self._graphs, self._rank_experts = graphs, experts
+        self._layers = [layer for layer in model.modules() if isinstance(layer, moe.Experts)]
         self._queue: queue.SimpleQueue[Job | Rest | Stop | Message] = queue.SimpleQueue()
         self._jobs: deque[Job] = deque()  # taken from the queue, and not launched yet
         self._lock = threading.Lock()
+        self._lost: str | None = None  # why the engines take no steps together any more
         self._broken: str | None = None  # guarded by the lock, so that no job comes after the thread's end
         self._number = 0  # of the current or next wave
-        self._awaits = True  # whether that wave is still to start
         self._rests = True  # whether the others need not wait for this engine's next step
         self._stopping = False
         self._num_own = self._num_served = 0  # steps
@@ -98,10 +101,6 @@ class WaveLauncher(Launcher):
         self._waves.listen(self._hear)
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
-
-    @property
-    def resumed_at(self) -> float:  # type: ignore[override]
-        return self._recovery.resumed_at
 
     def launch(self, inputs: StepInputs) -> Future[LaunchedStep]:
         job = Job(inputs, Future())
@@ -117,71 +116,54 @@ class WaveLauncher(Launcher):
         self._queue.put(Rest())
 
     def report(self) -> SharedSteps:
-        recovery = self._recovery
-        return SharedSteps(
-            steps={"own": self._num_own, "served": self._num_served},
-            wait_s=self._wait_s,
-            generation=recovery.generation,
-            engines=recovery.num_engines,
-            pause_s=recovery.pause_s,
-        )
+        return SharedSteps(steps={"own": self._num_own, "served": self._num_served}, wait_s=self._wait_s)
 
     def close(self) -> None:
-        self._recovery.close()
         self._queue.put(Stop())
         self._thread.join(END_S)
 
     def _hear(self, message: Message) -> None:
-        self._recovery.hear(message)
+        if isinstance(message, Lost):
+            self._lost = message.reason
+            self._group.abort(message.reason)
         self._queue.put(message)
 
     def _run(self) -> None:
         try:
             self._runner.device.set_current()
             while not self._stopping:
-                lost = self._take_wave()
-                if lost is not None and not self._stopping:
-                    # no error is alive any more that would keep connections to other engines open
-                    if (launched := self._recovery.recover(lost)) is not None:
-                        self._answer(launched)
-                    self._number, self._awaits = 0, False
+                self._take_wave()
         except BaseException as error:  # noqa: BLE001 - raised again by `launch` and `rest`
             self._fail(error)
-            self._waves.tell(Lost(self._recovery.generation, str(error) or type(error).__name__))
+            self._waves.tell(Lost(str(error) or type(error).__name__))
         else:
             self._fail(EngineUnavailable("the engine has ended"))
 
-    def _take_wave(self) -> str | None:
-        """Take part in a wave. Returns why it was interrupted, if it was."""
-        try:
-            if self._awaits:
-                self._await_wave()
-                if self._stopping:
-                    return None
-            while self._begin():
-                self._take_part()
-                self._look_for_job()
-            self._number, self._awaits = self._number + 1, True
-            return None
-        except EngineUnavailable as error:
-            return str(error)
+    def _take_wave(self) -> None:
+        """Take part in a wave. Raises EngineUnavailable if an engine is lost."""
+        self._await_wave()
+        if self._stopping:
+            return
+        while self._begin():
+            self._take_part()
+            self._look_for_job()
+        self._number += 1
 
     def _await_wave(self) -> None:
         """Sleep until there is something to launch, or another engine starts a wave. Raises EngineUnavailable if an
         engine is lost meanwhile."""
-        generation = self._recovery.generation
         while not self._stopping:
             match self._queue.get():
                 case Job() as job:
                     self._jobs.append(job)
-                    self._waves.tell(Wave(self._number, generation))
+                    self._waves.tell(Wave(self._number))
                     return
-                case Wave(number, of) if (number, of) == (self._number, generation):
+                case Wave(number) if number == self._number:
                     return
                 case Stop():
                     self._stopping = True
-                case Lost() | Regroup() if self._recovery.lost is not None:
-                    raise EngineUnavailable(self._recovery.lost)
+                case Lost(reason):
+                    raise EngineUnavailable(reason)
 
     def _look_for_job(self) -> None:
         """Take the next step to launch from the queue, if there is one. After a step of this engine, wait until there
@@ -206,8 +188,8 @@ class WaveLauncher(Launcher):
         started, experts = time.monotonic(), self._rank_experts
         any_has_one = self._exchange.begin(self._jobs[0].size if self._jobs else None, experts.tell())
         self._wait_s += time.monotonic() - started
-        if self._recovery.lost is not None:  # a GPU would compute any numbers from now on, without an error
-            raise EngineUnavailable(self._recovery.lost)
+        if self._lost is not None:  # a GPU would compute any numbers from now on, without an error
+            raise EngineUnavailable(self._lost)
         if any_has_one:
             experts.turn(self._exchange.states)
         return any_has_one
@@ -219,7 +201,7 @@ class WaveLauncher(Launcher):
         shape = self._graphs.agreed(exchange.sizes, exchange.members.engine)
         if exchange.has_step:
             self._rests, job = False, self._jobs[0]
-            self._answer(self._recovery.launch(job.inputs if shape is None else job.as_graph(shape)))
+            self._answer(self._runner.launch(job.inputs if shape is None else job.as_graph(shape)))
             return
         self._num_served += 1
         if shape is None:
@@ -257,7 +239,7 @@ class FollowingLauncher(WaveLauncher):
         """Sleep until an engine starts a wave."""
         while not self._stopping:
             match self._take():
-                case Wave(number, of) if (number, of) == (self._number, self._recovery.generation):
+                case Wave(number) if number == self._number:
                     return
 
     def _look_for_job(self) -> None:
@@ -286,13 +268,6 @@ class FollowingLauncher(WaveLauncher):
             case Stop():
                 self._stopping = True
                 return None
-            case Lost() | Regroup() if self._recovery.lost is not None:
-                raise EngineUnavailable(self._recovery.lost)
+            case Lost(reason):
+                raise EngineUnavailable(reason)
         return item
-
-
-def open_wave_launcher(rank: SharedRank, group: TPGroup) -> WaveLauncher:
-    """Return the launcher of a rank. group: the ranks of its engine."""
-    assert isinstance(group, DataParallelGroup)
-    recovery = (Recovery if rank.setup.config.of(EngineConfig).enable_elastic_ep else NoRecovery)(rank, group)
-    return (WaveLauncher if group.leads else FollowingLauncher)(rank, group, recovery)

@@ -45,7 +45,7 @@ class EncoderCache:
         memory into which embeddings from encode engines are read. blocks: for each received image, [n] int64, its
         blocks in `inbox`."""
         for mm_hash in step.forgotten:
-            self._embeddings.pop(mm_hash, None)  # the step may be launched again (launching/recovery.py)
+            del self._embeddings[mm_hash]
         for received, index in zip(step.received, blocks, strict=True):
             assert inbox is not None
             rows = inbox[index].permute(0, 4, 1, 2, 3, 5).reshape(-1, self._width)

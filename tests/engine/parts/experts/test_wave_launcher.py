@@ -9,20 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from engine.config import EngineConfig
 from engine.distributed.data_parallel.data_parallel_group import DataParallelGroup
-from engine.distributed.data_parallel.roster import Wave
+from engine.distributed.data_parallel.waves import Wave
 from engine.distributed.exchange.expert_exchange import StepSize
 from engine.distributed.tp_group import TPGroup
 from engine.eplb.rank_experts import NoExperts
 from engine.errors import EngineUnavailable
-from engine.model.state import StateCache
 from engine.parts.experts.rank import wave_launcher
-from engine.parts.experts.rank.shared_rank import SharedRank
-from engine.parts.experts.rank.wave_launcher import WaveLauncher, open_wave_launcher
+from engine.parts.experts.rank.wave_launcher import FollowingLauncher, WaveLauncher
 from engine.runner.graphs.cuda_graphs import NoGraphs
 from tests.engine.offline.test_rank_processes import wait_until
 
@@ -45,10 +41,9 @@ class Engine:
 
         exchange.begin = noting  # type: ignore[method-assign]
         runner: Any = SimpleNamespace(device=SimpleNamespace(set_current=lambda: None), launch=self._launch)
-        setup: Any = SimpleNamespace(config=EngineConfig())
-        model, states = nn.Module(), StateCache([], 1, 0, torch.device("cpu"))
-        rank = SharedRank(runner, setup, model, states, NoGraphs(), NoExperts())  # type: ignore[arg-type]
-        self.launcher: WaveLauncher = open_wave_launcher(rank, group)
+        model: Any = nn.Module()
+        launcher = WaveLauncher if group.leads else FollowingLauncher
+        self.launcher: WaveLauncher = launcher(runner, group, model, NoGraphs(), NoExperts())
 
     def _launch(self, inputs: Any) -> Any:
         if self.fails:
