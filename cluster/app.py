@@ -130,7 +130,6 @@ def ingress(
         store=edge.store_config(),
         console=config.console_config(),
         images=edge.image_config(),
-        usage=edge.usage_config(),
     )
     return deployment.bind(infos, pools, options)
 

@@ -96,8 +96,8 @@ def http_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[Any]:
         async with AsyncExitStack() as stack:
-            for block in (telemetry.usage_files.written, *(part.running for part in parts)):
-                await stack.enter_async_context(block())
+            for part in parts:
+                await stack.enter_async_context(part.running())
             ended = [channel.all_ended for channel in {model.frontend.channel for model in models.values()}]
             for close in (values.close, quotas.close, *ended, jobs.close):  # called in reverse
                 stack.push_async_callback(close)

@@ -25,7 +25,6 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments import ray_compat
 from deployments.app import http_app
-from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.drain.orphaned_node import end_orphaned_node
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http import in_process
@@ -93,7 +92,6 @@ class IngressOptions:
     store: StoreConfig
     console: ConsoleConfig
     images: ImageConfig
-    usage: UsageConfig
 
 
 @serve.ingress()
@@ -113,10 +111,7 @@ class Ingress:
         log_to_console(f"ingress-{ingress_id}", options.log)
         traces = None if options.tracing is None else Tracing(options.tracing)
         node = ray.get_runtime_context().get_node_id()
-        files = None if options.usage.folder is None else UsageFiles(options.usage, ingress_id)
-        self._telemetry = Telemetry(
-            ingress_id, traces, IngressPeers(), node=node, keeps_texts=options.console.texts, usage_files=files
-        )
+        self._telemetry = Telemetry(ingress_id, traces, IngressPeers(), node=node, keeps_texts=options.console.texts)
         key = await asyncio.to_thread(ray_compat.cluster_key)
         self._channel = TokenChannel(ray.util.get_node_ip_address(), self._telemetry.stats, key)
         engines = [

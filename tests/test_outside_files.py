@@ -18,9 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from deployments.billing.hourly_usage import HourlyUsage
-from deployments.billing.totals import UsageTotals
-from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.openai.batches.files import Files
 from deployments.storage.key_value import StoreUnavailable
 from deployments.storage.memory import MemoryStore
@@ -204,12 +201,6 @@ def shared_copy(root: Path) -> None:
         raise OSError("a line of the log says why, and the engine goes on without a copy")
 
 
-def usage(root: Path) -> None:
-    files = UsageFiles(UsageConfig(folder=str(root)), "i", HourlyUsage(wall=lambda: 0.0))
-    files.usage.add("a key", "m", None, UsageTotals())
-    asyncio.run(files.write())
-
-
 def batches(root: Path) -> None:
     asyncio.run(Files(root, MemoryStore(2**20)).upload(io.BytesIO(b"a prompt"), None, "name", 60))
 
@@ -242,7 +233,6 @@ WRITERS = {
     "`$TMPDIR/manta-tapes-UID`, or `engine.tape_dir`": kept_tapes,
     "`/dev/shm/manta-tapes-UID`": shared_copy,
     "`/dev/shm/manta-engines-UID`": black_box,
-    "`ingress.usage_dir`": usage,
     "`ingress.batch_dir`": batches,
     "a SQLite file of `ingress.store`": sqlite,
     "`engine.kv_offloading_dir`": disk,
@@ -288,7 +278,6 @@ def test_nothing_is_written_into_a_folder_of_another_users(row, shared_place):
 
 @pytest.mark.parametrize("prepared", [link_to_an_own_file, hard_link_to_an_own_file, os.mkfifo])
 @pytest.mark.parametrize(("row", "name"), [
-    ("`ingress.usage_dir`", "manta-usage-1970-01-01-i.csv"),
     *[("a SQLite file of `ingress.store`", f"store.sqlite{suffix}") for suffix in BESIDE],
 ])  # fmt: skip
 def test_a_file_that_was_prepared_is_replaced_or_refused_and_never_written_through(row, name, prepared, shared_place):

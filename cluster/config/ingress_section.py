@@ -8,7 +8,6 @@ from pydantic import Field
 
 from cluster.config.model_section import ModelSection
 from cluster.config.section import Section, section_of
-from deployments.billing.usage_files import UsageConfig
 from deployments.http.middleware import AuthConfig
 from deployments.http.validation import UnknownFields
 from deployments.openai.batches.config import BatchConfig
@@ -67,10 +66,7 @@ class IngressSection(Section):
     """Folder for the contents of files and batches, shared by all ingresses; on several machines, `store` must be a
     Redis, too; null for none (docs/batches.md)."""
     images: ImageSection = ImageSection()  # type: ignore[valid-type]  #: limits on request images (docs/images.md)
-    usage_dir: str | None = Field(
-        default=None, min_length=1
-    )  #: folder of daily files of usage and costs (docs/costs.md)
-    currency: str = Field(default="USD", pattern="^[A-Z]{3}$")  #: of the models' `prices`, for these files
+    currency: str = Field(default="USD", pattern="^[A-Z]{3}$")  #: of the models' `prices`, for the console
     batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of a batch at a time, if no other requests wait
 
     def auth(self) -> AuthConfig:
@@ -118,9 +114,6 @@ class IngressSection(Section):
     def image_config(self) -> ImageConfig:
         """Return the limits on images. Raises ConfigError."""
         return ImageConfig(**dict(self.images))
-
-    def usage_config(self) -> UsageConfig:
-        return UsageConfig(folder=self.usage_dir, currency=self.currency)
 
     def batches(self) -> BatchConfig:
         return BatchConfig(folder=self.batch_dir, max_in_flight=self.batch_max_in_flight)

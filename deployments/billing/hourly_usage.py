@@ -32,10 +32,6 @@ class HourlyUsage:
         """wall: returns seconds since 1970."""
         self._wall = wall
         self.lines: dict[UsageLine, UsageTotals] = {}
-        self.unwritten: dict[datetime, int] | None = None
-        """Days that must still be written into files, which are kept until then, with the number of their last change;
-        None without files."""
-        self._num_changes = 0
 
     @property
     def now(self) -> datetime:
@@ -45,11 +41,9 @@ class HourlyUsage:
         """Count what has ended now."""
         line = UsageLine(self.now.replace(minute=0, second=0, microsecond=0), key, model, adapter or "")
         if line not in self.lines:
-            self._forget(line.day - timedelta(days=1))
+            before = line.day - timedelta(days=1)
+            self.lines = {line: used for line, used in self.lines.items() if line.hour >= before}
         self.lines.setdefault(line, UsageTotals()).add(used)
-        self._num_changes += 1
-        if self.unwritten is not None:
-            self.unwritten[line.day] = self._num_changes
 
     def newest(self, since: datetime, count: int) -> list[tuple[UsageLine, UsageTotals]]:
         """Return the lines that began at `since` or later. Only the `count` with the most engine seconds are told
@@ -61,7 +55,3 @@ class HourlyUsage:
             together = UsageLine(line.hour, OTHERS, line.model, OTHERS)
             others.setdefault(together, UsageTotals()).add(used)
         return [*lines[:count], *others.items()]
-
-    def _forget(self, before: datetime) -> None:
-        keep = self.unwritten or ()
-        self.lines = {line: used for line, used in self.lines.items() if line.hour >= before or line.day in keep}

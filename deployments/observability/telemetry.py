@@ -15,9 +15,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.billing.bill import Bill, cost_headers
-from deployments.billing.hourly_usage import UsageLine
+from deployments.billing.hourly_usage import HourlyUsage, UsageLine
 from deployments.billing.totals import UsageTotals
-from deployments.billing.usage_files import NoUsageFiles
 from deployments.errors import RequestNotFound
 from deployments.observability.stats import IngressStats
 from deployments.observability.timeline import IngressOverview, RequestTimeline, RequestTimelines, SequenceTimeline
@@ -96,10 +95,9 @@ class Telemetry:
         *,
         node: str = "",
         keeps_texts: bool = False,
-        usage_files: NoUsageFiles | None = None,
     ):
         """node: as in IngressStats. keeps_texts: whether timelines contain prompts and outputs."""
-        self.tracing, self.usage_files = tracing, usage_files or NoUsageFiles()
+        self.tracing, self.hourly = tracing, HourlyUsage()
         self.timelines = RequestTimelines(ingress_id, keeps_texts=keeps_texts)
         self.stats = IngressStats(ingress_id, node)
         #: Functions that return a report of this ingress to the others, by its name. Parts add theirs.
@@ -134,8 +132,8 @@ class Telemetry:
         return [self.own_overview(), *await self._others("overview", IngressOverview)]
 
     def own_usage(self) -> IngressUsage:
-        usage = self.usage_files.usage
-        return IngressUsage(self.timelines.ingress_id, usage.newest(usage.now - timedelta(days=1), MAX_LINES))
+        newest = self.hourly.newest(self.hourly.now - timedelta(days=1), MAX_LINES)
+        return IngressUsage(self.timelines.ingress_id, newest)
 
     async def all_usage(self) -> list[tuple[UsageLine, UsageTotals]]:
         """Return the lines of this ingress and of every other one that answers."""

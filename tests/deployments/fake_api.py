@@ -17,7 +17,6 @@ import msgspec
 from fastapi import FastAPI
 
 from deployments.app import http_app
-from deployments.billing.usage_files import NoUsageFiles
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
@@ -136,16 +135,15 @@ async def fake_api(
     text_model: ChatTokenizer | None = None,
     keeps_texts: bool = False,
     images: ImageLoader | None = None,
-    usage_files: NoUsageFiles | None = None,
     step_ms: int = POLL_MS,
     **info: Any,
 ) -> AsyncGenerator[FakeApi]:
     """script, step_ms: see FakeEngine. names: of the models, all on one engine. text_model: their tokenizer.
-    images: loads theirs; None if they read text only. usage_files: see Telemetry.
+    images: loads theirs; None if they read text only.
 
     info: fields of ModelInfo, or of its admission.
     """
-    telemetry = Telemetry("ingress-1", tracing, keeps_texts=keeps_texts, usage_files=usage_files)
+    telemetry = Telemetry("ingress-1", tracing, keeps_texts=keeps_texts)
     channel, replica = TokenChannel("127.0.0.1", telemetry.stats), EngineReplica("127.0.0.1")
     tasks = [asyncio.create_task(channel.run()), asyncio.create_task(replica.run())]
     engine = FakeEngine(replica.status_to, script, step_ms)

@@ -16,7 +16,6 @@ import httpx
 import uvicorn
 
 from deployments.app import http_app
-from deployments.billing.usage_files import NoUsageFiles
 from deployments.frontend.admission import AdmissionLimits
 from deployments.frontend.token_channel import TokenChannel
 from deployments.http.middleware import AuthConfig
@@ -166,13 +165,12 @@ async def real_api(
     tracing: Tracing | None = None,
     info: ModelInfo | None = None,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
-    usage_files: NoUsageFiles | None = None,
 ) -> AsyncGenerator[RealApi]:
     """folder: a model, served as `tiny` or as `info` says."""
     adapted = info is not None and "adapters" in info.of
     async with (
         running_engine(folder, "decode-1", enable_lora=adapted) as (engine, replica),
-        serving(folder, engine, LocalPool(replica), tracing, info, auth, usage_files) as client,
+        serving(folder, engine, LocalPool(replica), tracing, info, auth) as client,
     ):
         yield RealApi(client)
 
@@ -198,10 +196,9 @@ async def serving(
     tracing: Tracing | None,
     info: ModelInfo | None = None,
     auth: AuthConfig = AuthConfig(),  # noqa: B008  frozen
-    usage_files: NoUsageFiles | None = None,
 ) -> AsyncGenerator[httpx.AsyncClient]:
     """The API on a port of its own, and a client of it."""
-    telemetry = Telemetry("ingress-1", tracing, usage_files=usage_files)
+    telemetry = Telemetry("ingress-1", tracing)
     channel = TokenChannel("127.0.0.1", telemetry.stats)
     info = info or ModelInfo(
         name="tiny",

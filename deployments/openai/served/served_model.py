@@ -159,7 +159,7 @@ class ServedModel:
             max_replays=info.max_replays,
             max_model_len=info.max_model_len,
             prices=info.prices,
-            hourly=telemetry.usage_files.usage,
+            hourly=telemetry.hourly,
         )
         self.poison = Poison()
         self._parts = found = parts(self)

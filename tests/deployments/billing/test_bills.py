@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +11,6 @@ import pytest
 from deployments.billing.bill import Bill, Used, cost_headers
 from deployments.billing.prices import Prices
 from deployments.billing.totals import UsageTotals
-from deployments.billing.usage_files import UsageConfig, UsageFiles
 from deployments.frontend import generation, inboxes
 from deployments.frontend.api_keys import key_line
 from deployments.frontend.costs.late_deltas import LateDeltas
@@ -86,7 +83,7 @@ async def test_a_client_that_leaves_pays_for_what_was_computed_although_it_asked
         request.cancel()
         await until(lambda: used_by(api).sequences)
         assert used_by(api) == UsageTotals(1, 4, 0, 0, 2.0, 0.5, 3.0, 2.0, 1.0)
-        (line,) = api.telemetry.usage_files.usage.lines.items()
+        (line,) = api.telemetry.hourly.lines.items()
         assert (line[0].key, line[0].model, line[1]) == ("alice", "fake", used_by(api))
         assert api.engine.added[0].record(ReportCost) is None
 
@@ -151,17 +148,15 @@ async def test_a_request_that_was_never_admitted_is_not_counted():
         await asyncio.wait(requests)
 
 
-async def test_what_clients_had_left_when_an_ingress_ends_is_in_its_last_file(tmp_path: Path):
-    files = UsageFiles(UsageConfig(folder=str(tmp_path)), "i")
-    async with fake_api(auth=AuthConfig(api_keys=ALICE), usage_files=files) as api:
+async def test_what_clients_had_left_when_an_ingress_ends_is_counted():
+    async with fake_api(auth=AuthConfig(api_keys=ALICE)) as api:
         api.engine.cost = COST
         request = await begin(api)
         request.cancel()
         await asyncio.wait([request])
-    (file,) = tmp_path.iterdir()
-    (row,) = csv.DictReader(file.read_text().splitlines())
-    assert (row["SubAccountId"], row["ConsumedQuantity"], row["x_WastedSeconds"]) == ("alice", "2.0", "0.5")
-    assert (row["x_KvGibSeconds"], row["x_TierGibSeconds"]) == ("3.0", "1.0")
+    ((line, used),) = api.telemetry.hourly.lines.items()
+    assert (line.key, used.compute_s, used.wasted_s) == ("alice", 2.0, 0.5)
+    assert (used.kv_gib_s, used.tier_gib_s) == (3.0, 1.0)
 
 
 def test_what_tiers_have_kept_for_holds_is_told_and_paid_if_there_is_any():

@@ -134,7 +134,7 @@ async def test_an_ingress_counts_itself_once_among_all():
 
 def test_what_an_ingress_tells_another_arrives_as_it_was():
     telemetry = Telemetry("i")
-    telemetry.usage_files.usage.add("alice", "m", "tuned", UsageTotals(1, 2, 3, 4, 0.5, 0.25, 0.125, 1.0, 2.0))
+    telemetry.hourly.add("alice", "m", "tuned", UsageTotals(1, 2, 3, 4, 0.5, 0.25, 0.125, 1.0, 2.0))
     told = telemetry.own_usage()
     assert len(told.lines) == 1
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=IngressUsage) == told
