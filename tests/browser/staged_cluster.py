@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +20,6 @@ from deployments.http.middleware import AuthConfig
 from deployments.observability.telemetry import Telemetry
 from deployments.openai.served.served_model import ModelInfo, ServedModel
 from deployments.options.console import ConsoleConfig
-from deployments.parts.tape.questions import KeptTape, ReadKeptTape
 from deployments.replicas.pools import A, ReplicaQuestion, ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
@@ -49,7 +47,6 @@ class StagedPool:
     received: int = 0
     more_stats: dict[str, Any] = field(default_factory=dict)  #: of the first decode replica
     prompts: list[list[int]] = field(default_factory=list)  #: of all requests
-    tape_files: list[Path] = field(default_factory=list)
     running: dict[str, str] = field(default_factory=dict)  #: replica by request
     tokens: int = 0
 
@@ -93,10 +90,7 @@ class StagedPool:
         return {"prefill": [self._status(PREFILL)], "encode": [self._status(name) for name in self.encode]}
 
     async def ask(self, question: ReplicaQuestion, kind: type[A], timeout_s: float) -> list[A]:
-        answer: Any = [KeptTape(file.name, file.stat().st_size, 1e9) for file in self.tape_files]
-        if isinstance(question, ReadKeptTape):
-            answer = next((file.read_bytes() for file in self.tape_files if file.name == question.name), b"")
-        return [answer]
+        return []
 
     async def asleep(self) -> bool:
         return False

@@ -20,7 +20,6 @@ from engine.wire.parts.holds import HoldStats
 from engine.wire.parts.stages import StageReport, StageStats
 from engine.wire.stats.handoff_stats import HandoffInfo
 from tests.browser.staged_cluster import PREFILL, staged_cluster
-from tests.cluster.lab.recorded.taped_engine import record, with_a_choice
 
 expect = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed; `make test-browser` installs it"
@@ -244,19 +243,6 @@ def test_costs_are_shown_by_key_model_and_hour_with_what_was_wasted_and_what_the
         page.close()
 
 
-def test_a_kept_tape_shows_what_the_scheduler_looked_like_at_any_moment(stage, page, tmp_path):
-    stage.pool.tape_files = [with_a_choice(record(tmp_path, "engine-1"))]
-    page.goto(f"{stage.url}#tapes")
-    page.get_by_role("link", name="engine-1.tape").click()
-    expect(page.get_by_text("the start of the tape")).to_be_visible(timeout=SLOW_MS)
-    page.get_by_role("slider", name="moment").fill("20")
-    expect(page.get_by_role("heading", name="running: 3")).to_be_visible(timeout=SLOW_MS)
-    expect(page.get_by_role("heading", name=re.compile("^ingress-1 to decode"))).to_be_visible()
-    expect(page.get_by_role("heading", name=re.compile("^Step .* tokens$"))).to_be_visible()
-    page.get_by_role("button", name="−100").click()
-    expect(page.get_by_text("the start of the tape")).to_be_visible(timeout=SLOW_MS)
-
-
 def test_a_state_that_is_seen_again_leaves_the_rates_as_they_are(stage, page):
     page.goto(stage.url)
     script = """async () => {
@@ -300,7 +286,7 @@ def test_all_of_it_works_with_the_keyboard_alone(stage, page):
     expect(page.locator(".story tbody tr").first).to_contain_text("the request came")
 
 
-@pytest.mark.parametrize("view", ["playground", "cluster", "requests", "costs", "models", "configuration", "tapes"])
+@pytest.mark.parametrize("view", ["playground", "cluster", "requests", "costs", "models", "configuration"])
 def test_nothing_is_wider_than_a_phone(stage, page, view):
     page.set_viewport_size({"width": 360, "height": 740})
     stage.pool.token_s = 0.0
@@ -377,12 +363,10 @@ def test_markup_in_tool_calls_and_in_what_tools_return_is_shown_as_text(stage, p
     assert page.title() == "Manta · playground"
 
 
-def test_markup_in_names_of_keys_and_tapes_and_in_errors_is_shown_as_text(page, tmp_path):
+def test_markup_in_names_of_keys_and_in_errors_is_shown_as_text(page):
     name = "<img/src=x/onerror=document.title='owned'>"  # names of keys have no blanks
     auth = AuthConfig(api_keys=(f"{name}:{hash_key('sk-a')}",), admin_keys=(name,))
     with staged_cluster(auth=auth) as stage:
-        tape = record(tmp_path, "engine-1")
-        stage.pool.tape_files = [tape.rename(tape.with_name("<img src=x onerror=alert(1)>.tape"))]
         stage.pool.token_s, stage.pool.cost = 0.0, SequenceCost(1.5, 0.5, 2.0)
         page.goto(stage.url)
         page.get_by_role("dialog", name="API key").get_by_label("Key").fill("sk-a")
@@ -391,8 +375,6 @@ def test_markup_in_names_of_keys_and_tapes_and_in_errors_is_shown_as_text(page, 
         expect(page.locator(".turn.assistant:not(.streaming)")).to_have_count(1, timeout=SLOW_MS)
         page.goto(f"{stage.url}#costs")
         expect(page.locator(".costs tr", has_text=name)).to_contain_text("1.5 s", timeout=SLOW_MS)
-        page.goto(f"{stage.url}#tapes")
-        expect(page.get_by_role("link", name="onerror=alert(1)")).to_be_visible(timeout=SLOW_MS)
         error = json.dumps({"error": {"message": MARKUP, "type": MARKUP, "param": None, "code": MARKUP}})
         page.route("**/console/facts", lambda route: route.fulfill(body=error, content_type="application/json"))
         page.route("**/v1/chat/completions", lambda route: route.fulfill(body=f"data: {error}\n\n", status=200))

@@ -8,7 +8,7 @@ from deployments.parts.tape.routes import TapeRoutes
 
 
 def _edge(setup: EdgeSetup) -> EdgePart:
-    return TapeRoutes(setup.models, setup.telemetry, on_console=setup.console.enabled)
+    return TapeRoutes(setup.models, setup.telemetry)
 
 
 SPEC = PartSpec(edge=_edge)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
-from functools import partial
-
 import msgspec
 from fastapi import Response
 
@@ -19,7 +15,7 @@ from deployments.parts.tape.cluster_tapes import ClusterTapes
 from deployments.parts.tape.late_first_tokens import LateFirstTokens
 from deployments.parts.tape.questions import KeptTape
 from deployments.parts.tape.tape_settings import settings_of
-from deployments.parts.tape.tape_viewer import TapeQuestion, TapeViewer
+from engine.errors import RequestError
 
 DECISIONS = "what schedulers and routers have decided, without text"
 
@@ -29,32 +25,34 @@ class TapeList(msgspec.Struct, frozen=True):
     """The newest first."""
 
 
+class TapeNotFound(RequestError):
+    """No replica has a file with this name."""
+
+    status, type = 404, "not_found_error"
+
+    def __init__(self, name: str):
+        Exception.__init__(self, name)
+        self.message, self.param = f"there is no tape {name!r} (engine.tape_mib)", None
+
+
 class TapeRoutes(EdgePart):
-    def __init__(self, models: ServedModels, telemetry: Telemetry, *, on_console: bool):
-        """on_console: whether the console shows tapes."""
+    def __init__(self, models: ServedModels, telemetry: Telemetry):
         choices = []
         for model in models.values():
             if (settings := settings_of(model.info)) is not None:
                 choices.append(ChoiceLog.of(model.pool, settings.max_mib))
                 model.admission.first_token_observers.append(LateFirstTokens(model.pool, settings.ttft_s).observe)
         self._tapes = ClusterTapes(models.pools().values(), choices, telemetry)
-        self._viewer, self._on_console = TapeViewer(), on_console
-
-    @asynccontextmanager
-    async def running(self) -> AsyncGenerator[None]:
-        async with self._viewer.served():
-            yield
 
     def routes(self) -> list[Route]:
-        what = "What the schedulers and routers have decided, for `manta replay`; no text."
-        taken = Route(
-            ADMIN, "GET", "/debug/tape", self.take, what, result="application/octet-stream", of_others=DECISIONS
-        )
-        shown = [
-            Route(ADMIN, "GET", "/console/tapes", self.list_kept, of_others=DECISIONS),
-            Route(ADMIN, "GET", "/console/tapes/{name}", self.show, of_others=DECISIONS),
+        taken = "What the schedulers and routers have decided, for `manta replay`; no text."
+        listed, read = "The files of tapes that replicas have kept.", "A file of tapes that a replica has kept."
+        file = "application/octet-stream"
+        return [
+            Route(ADMIN, "GET", "/debug/tape", self.take, taken, result=file, of_others=DECISIONS),
+            Route(ADMIN, "GET", "/debug/tapes", self.list_kept, listed, result=TapeList, of_others=DECISIONS),
+            Route(ADMIN, "GET", "/debug/tapes/{name}", self.read_kept, read, result=file, of_others=DECISIONS),
         ]
-        return [taken, *(shown if self._on_console else ())]
 
     async def take(self) -> Response:
         """Return the tapes of all engines and routers, as a file of tapes."""
@@ -64,11 +62,9 @@ class TapeRoutes(EdgePart):
         """Return the files of kept tapes on the machines of all replicas."""
         return json_response(TapeList(await self._tapes.kept()))
 
-    async def show(
-        self, name: str, engine: str = "", seconds: float | None = None, position: int | None = None
-    ) -> Response:
-        """Return what a moment looked like, as TapeAnswer. name: of a file; or `now` and anything, for what the engines
-        have when this name is first asked for."""
-        question = TapeQuestion(engine, seconds, position)
-        fetch = self._tapes.take if name.startswith("now") else partial(self._tapes.read, name)
-        return Response(await self._viewer.look(name, question, fetch), media_type="application/json")
+    async def read_kept(self, name: str) -> Response:
+        """Return a file of kept tapes. Raises TapeNotFound."""
+        data = await self._tapes.read(name)
+        if not data:
+            raise TapeNotFound(name)
+        return Response(data, media_type="application/octet-stream")

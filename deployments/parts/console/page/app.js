@@ -11,7 +11,6 @@ import { ModelsView } from "./models.js";
 import { PlaygroundView } from "./playground.js";
 import { allReplicas, Rates, sum } from "./rates.js";
 import { RequestsView } from "./requests.js";
-import { TapesView } from "./tapes.js";
 
 const views = {
   playground: new PlaygroundView(),
@@ -20,7 +19,6 @@ const views = {
   costs: new CostsView(),
   models: new ModelsView(),
   configuration: new ConfigurationView(),
-  tapes: new TapesView(),
 };
 const main = document.getElementById("main");
 const tabs = document.getElementById("tabs");
