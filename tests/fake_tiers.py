@@ -15,11 +15,8 @@ from engine.parts.kv_tiers.tier import Tier
 from engine.serving.hash_changes import HashChanges
 from engine.wire.parts.kv_offload import (
     DropBlocks,
-    DropHold,
     FoundBlock,
     LoadBlocks,
-    SavedHold,
-    SaveHold,
     StopLoad,
     StoreBlocks,
     StoreListing,
@@ -29,7 +26,6 @@ from engine.wire.parts.kv_offload import (
 from tests.fake_runner import Harness
 
 TIMEOUT_S = 2.0
-EPOCH_S = 1e9  # seconds since the epoch when the clock of all harnesses was 0
 Choose = Callable[[int], Iterable[int]]
 """number of blocks -> indices of those that fail"""
 
@@ -75,9 +71,6 @@ class TierHarness(Harness):
         """All that was ever in the store."""
         self.listed: set[bytes] = set()
         """What was there at the last listing, or was written since."""
-        self.holds: dict[bool, dict[bytes, SavedHold]] = {False: {}, True: {}}
-        """On disk, and in the store."""
-        self.listed_holds: dict[bytes, SavedHold] = {}
         self.host: dict[tuple[int, int], object] = {}  # by group and slot
         self.disk: dict[bytes, object] = {}
         self.moving: dict[int, Moving] = {}
@@ -87,9 +80,6 @@ class TierHarness(Harness):
         super().__init__(**options)
         if found is not None:
             self.now, self.disk, self.store, self.written = found.now, found.disk, found.store, found.written
-            self.holds = {False: found.holds[False], True: found.holds[True]}
-            for hold in self.holds[False].values():
-                self.offloading.saved.restore(hold)
             for name in self.disk if disk_blocks else ():
                 self.offloading.restore(name, 1, self.now)
             self.scheduler.apply(TimePassed(), self.now)
@@ -118,7 +108,6 @@ class TierHarness(Harness):
             timeout_s=TIMEOUT_S,
             block_bytes=[1] * groups,
             min_tokens=self._min_tokens,
-            epoch_s=EPOCH_S,
         )
 
     def restarted(self, **changes) -> TierHarness:
@@ -146,10 +135,6 @@ class TierHarness(Harness):
                 case DropBlocks(names, in_store):
                     for name in names:
                         (self.store if in_store else self.disk).pop(name, None)
-                case SaveHold(name, hold, in_store):
-                    self.holds[in_store][name] = hold
-                case DropHold(name, in_store):
-                    self.holds[in_store].pop(name, None)
                 case _:
                     self.moving[command.number] = Moving(command)
         stored, removed = self.changes.take()
@@ -202,10 +187,7 @@ class TierHarness(Harness):
         added = [FoundBlock(name, 1, 0.0) for name in self.store if name not in self.listed]
         removed = [name for name in self.listed if name not in self.store]
         self.listed = set(self.store)
-        before, self.listed_holds = self.listed_holds, dict(self.holds[True])
-        changed = [(name, hold) for name, hold in self.listed_holds.items() if before.get(name) != hold]
-        dropped = [name for name in before if name not in self.listed_holds]
-        self.scheduler.apply(TiersAnswered([StoreListing(added, removed, changed, dropped)]), self.now)
+        self.scheduler.apply(TiersAnswered([StoreListing(added, removed)]), self.now)
         self.scheduler.apply(TimePassed(), self.now)
         self.scheduler.check()
 

@@ -10,25 +10,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from engine.errors import StartupError
-from engine.kv_offload.sealing import OVERHEAD, Sealer, Unsealable
+from engine.kv_offload.sealing import OVERHEAD, Sealer
 from engine.user_folder import given_folder, is_own_folder, own_folder, write_private
-from engine.wire.parts.kv_offload import FoundBlock, SavedHold
+from engine.wire.parts.kv_offload import FoundBlock
 
 logger = logging.getLogger(__name__)
 
 PAGE = 4096  # bytes in which file systems give out space
 MAX_ENGINES = 1024  # of one scope that use a folder at a time
 TEMPORARY = ".tmp"
-HOLDS = "holds"  # name of the folder of holds, beside those of blocks
 TEMPORARY_KEY = "temporary-"  # begins the name of a scope whose key is stored nowhere; the key's name follows
 
 
 class DiskFolder:
     """A folder of files `<root>/<scope>/<number>/<2 hex digits>/<name>`, each with one sealed block. A file holds all
-    layers of its block, so one read fetches the block. Files in `<number>/holds` are sealed holds.
+    layers of its block, so one read fetches the block.
 
     Only the owner can read files and folders. The engines of one machine share `root`. Each locks the first free
     folder, so a restarted engine finds the blocks that its predecessor wrote. A file is written under a temporary name,
@@ -72,27 +69,6 @@ class DiskFolder:
         with suppress(OSError):
             self._file(name).unlink(missing_ok=True)
 
-    def find_holds(self) -> list[tuple[bytes, SavedHold]]:
-        """Return the names and content of all holds. Deletes those that cannot be read."""
-        found = []
-        for file in self.path.glob(f"{HOLDS}/*"):
-            try:
-                name = bytes.fromhex(file.name)
-                found.append((name, open_hold(self._sealer, name, file.read_bytes())))
-            except (ValueError, OSError, Unsealable):
-                file.unlink(missing_ok=True)
-        return found
-
-    def save_hold(self, name: bytes, hold: SavedHold) -> None:
-        """Write a hold. If this fails, raises OSError and leaves no new file behind."""
-        file = self.path / HOLDS / name.hex()
-        file.parent.mkdir(mode=0o700, exist_ok=True)
-        write_private(file, seal_hold(self._sealer, name, hold), TEMPORARY)
-
-    def drop_hold(self, name: bytes) -> None:
-        with suppress(OSError):
-            (self.path / HOLDS / name.hex()).unlink(missing_ok=True)
-
     def close(self) -> None:
         """Unlock the folder, so that another engine can use it."""
         os.close(self._lock)
@@ -100,18 +76,6 @@ class DiskFolder:
     def _file(self, name: bytes) -> Path:
         digits = name.hex()
         return self.path / digits[:2] / digits
-
-
-def seal_hold(sealer: Sealer, name: bytes, hold: SavedHold) -> bytes:
-    return sealer.seal(name, memoryview(msgspec.msgpack.encode(hold)))
-
-
-def open_hold(sealer: Sealer, name: bytes, sealed: bytes) -> SavedHold:
-    """Decrypt and return a hold. Raises Unsealable."""
-    try:
-        return msgspec.msgpack.decode(sealer.open(name, sealed), type=SavedHold)
-    except ValueError as error:
-        raise Unsealable(f"of another version ({error})") from error
 
 
 def on_disk(size: int) -> int:

@@ -19,7 +19,7 @@ from engine.kv_offload.store import StoreFolder
 from engine.kv_offload.store_lister import LIST_S, StoreLister
 from engine.kv_offload.tier_worker import TierWorker
 from engine.user_folder import user_folder
-from engine.wire.parts.kv_offload import FoundBlock, SavedHold
+from engine.wire.parts.kv_offload import FoundBlock
 
 GIB = 2**30
 SIZES = ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size")
@@ -42,8 +42,6 @@ class RankTiers:
     """The same in the store."""
     found: list[FoundBlock]
     """Blocks that earlier starts have left on the disks of all ranks, oldest first."""
-    found_holds: list[tuple[bytes, SavedHold]]
-    """Names and holds that an earlier start has left on this rank's disk."""
 
 
 def open_tiers(config: EngineConfig, caches: Sequence[Tensor], tp: TPGroup, scope: str, opened: ExitStack) -> RankTiers:
@@ -83,8 +81,7 @@ def open_tiers(config: EngineConfig, caches: Sequence[Tensor], tp: TPGroup, scop
     found = [] if disk is None else on_all_ranks(disk, tp)
     worker = TierWorker(caches, host_slots=slots, rank=tp.rank, disk=disk, store=store, lister=lister)
     opened.callback(worker.close)
-    holds = [] if disk is None else disk.find_holds()
-    return RankTiers(worker, names, block_bytes, slots, disk_sizes, store_sizes, found, holds)
+    return RankTiers(worker, names, block_bytes, slots, disk_sizes, store_sizes, found)
 
 
 def sizes_in(

@@ -5,27 +5,24 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError, StartupError, without_credentials
-from engine.kv_offload.disk import HOLDS, TEMPORARY, TEMPORARY_KEY, open_hold, seal_hold
-from engine.kv_offload.sealing import Sealer, Unsealable
+from engine.kv_offload.disk import TEMPORARY, TEMPORARY_KEY
+from engine.kv_offload.sealing import Sealer
 from engine.user_folder import write_private
-from engine.wire.parts.kv_offload import FoundBlock, SavedHold, StoreListing
+from engine.wire.parts.kv_offload import FoundBlock, StoreListing
 
 logger = logging.getLogger(__name__)
 
 UNFINISHED_S = 600.0  # age at which parts of a block without its other parts, and temporary files, are deleted
 DEAD_S = 7 * 86_400.0  # without a new block, after which a temporary key counts as lost
 SCOPE = re.compile(rf"({TEMPORARY_KEY}[0-9a-f]+-)?[0-9a-f]{{16}}")  # name of a folder of blocks
-FILE = re.compile(
-    rf"(([0-9a-f]{{2}})/\2|{HOLDS}/)[0-9a-f]+(\.[0-9]+)?(\.[0-9a-f]+{re.escape(TEMPORARY)})?"
-)  # name inside
+FILE = re.compile(rf"([0-9a-f]{{2}})/\1[0-9a-f]+(\.[0-9]+)?(\.[0-9a-f]+{re.escape(TEMPORARY)})?")  # name inside
 TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")  # of a file, by file system
 T = TypeVar("T")
 
@@ -39,8 +36,7 @@ class StoreFolder:
 
     fsspec opens the store: a path is a folder, which several machines can have mounted; `s3://bucket/path` is a bucket.
     All engines with the same scope and key read what any of them has written. There are no locks: an object never
-    changes, since its name stands for its content, and an engine that misses an object computes the block. Objects in
-    `<scope>/holds` are sealed holds, which do change.
+    changes, since its name stands for its content, and an engine that misses an object computes the block.
 
     All methods wait for the store. Methods may be called from several threads, except `list`.
     """
@@ -68,7 +64,6 @@ class StoreFolder:
             except OSError as error:
                 raise StartupError(f"kv_offloading_store: {url} cannot be written: {error}") from error
         self._known: dict[bytes, None] = {}  # blocks that were there at the last listing, or were written since
-        self._holds: dict[bytes, object] = {}  # holds likewise, each with its version
 
     def write(self, name: bytes, block: memoryview) -> None:
         """Write this rank's part of a block. Raises Unreachable."""
@@ -83,30 +78,17 @@ class StoreFolder:
         """Delete all ranks' parts of blocks. Raises Unreachable."""
         self._remove([self._path(name, rank) for name in names for rank in range(self._ranks)])
 
-    def save_hold(self, name: bytes, hold: SavedHold) -> None:
-        """Write a hold. Raises Unreachable. Only rank 0 writes and reads holds."""
-        self._write(self._hold(name), seal_hold(self._sealer, name, hold))
-        self._holds[name] = None
-
-    def drop_hold(self, name: bytes) -> None:
-        """Delete a hold. Raises Unreachable."""
-        self._remove([self._hold(name)])
-
     def list(self) -> StoreListing:
-        """Return which complete blocks and which holds were added and removed since the last call. Deletes parts of
-        blocks that nobody has completed. Raises Unreachable."""
-        before, holds_before, now = set(self._known), set(self._holds), time.time()
+        """Return which complete blocks were added and removed since the last call. Deletes parts of blocks that nobody
+        has completed. Raises Unreachable."""
+        before, now = set(self._known), time.time()
         found: dict[bytes, list[tuple[int, float, str]]] = {}  # size, age and path of each part
-        holds: dict[bytes, object] = {}
         unfinished: list[str] = []
         for path, info in self._find(f"{self._root}/{self._scope}").items():
-            *_, folder, file = path.split("/")
-            digits, _, rank = file.partition(".")
+            digits, _, rank = path.rpartition("/")[2].partition(".")
             with suppress(ValueError):  # not one of ours
                 name = bytes.fromhex(digits)
-                if folder == HOLDS and not rank:
-                    holds[name] = (_written_at(info, now), info["size"], info.get("ETag"))
-                elif rank.isdigit():
+                if rank.isdigit():
                     found.setdefault(name, []).append((info["size"], _age_s(info, now), path))
                 elif path.endswith(TEMPORARY) and _age_s(info, now) > UNFINISHED_S:
                     unfinished.append(path)
@@ -127,19 +109,7 @@ class StoreFolder:
         self._known.update(dict.fromkeys(names))
         for name in removed:
             self._known.pop(name, None)
-        dropped = [name for name in holds_before if name not in holds]
-        for name in dropped:
-            self._holds.pop(name, None)
-        return StoreListing(added, removed, list(self._changed(holds)), dropped)
-
-    def _changed(self, holds: dict[bytes, object]) -> Iterator[tuple[bytes, SavedHold]]:
-        """Read and yield the holds that are new or have another version."""
-        for name, version in holds.items():
-            if self._holds.get(name) == version:
-                continue
-            with suppress(FileNotFoundError, Unsealable):
-                yield name, open_hold(self._sealer, name, _answered(partial(self._files.cat_file, self._hold(name))))
-            self._holds[name] = version
+        return StoreListing(added, removed)
 
     def delete_stale(self, ttl_s: float | None, key: str) -> None:
         """Delete what nobody will read: blocks of other models and setups that are older than `ttl_s`, and all blocks
@@ -185,9 +155,6 @@ class StoreFolder:
         else:
             _answered(lambda: self._files.pipe_file(path, data))
 
-    def _hold(self, name: bytes) -> str:
-        return f"{self._root}/{self._scope}/{HOLDS}/{name.hex()}"
-
     def _path(self, name: bytes, rank: int) -> str:
         digits = name.hex()
         return f"{self._root}/{self._scope}/{digits[:2]}/{digits}.{rank}"
@@ -217,12 +184,7 @@ def _answered(call: Callable[[], T]) -> T:
 
 def _age_s(info: dict[str, Any], now: float) -> float:
     """Return the age of a file in seconds; 0 if the file system does not say when it was written."""
-    return max(0.0, now - _written_at(info, now))
-
-
-def _written_at(info: dict[str, Any], now: float) -> float:
-    """Return when a file was written, in seconds since the epoch; `now` if the file system does not say."""
     written = next((info[key] for key in TIMES if info.get(key) is not None), now)
     if isinstance(written, str):
         written = datetime.fromisoformat(written)
-    return written.timestamp() if isinstance(written, datetime) else float(written)
+    return max(0.0, now - (written.timestamp() if isinstance(written, datetime) else float(written)))

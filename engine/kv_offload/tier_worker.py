@@ -12,15 +12,12 @@ from torch import Tensor
 
 from engine.kv_offload.block_memory import DeviceBlocks
 from engine.kv_offload.disk import DiskFolder
-from engine.kv_offload.hold_writer import HoldWriter
 from engine.kv_offload.sealing import Unsealable
 from engine.kv_offload.store import StoreFolder, Unreachable
 from engine.kv_offload.store_lister import StoreLister
 from engine.wire.parts.kv_offload import (
     DropBlocks,
-    DropHold,
     LoadBlocks,
-    SaveHold,
     StopLoad,
     StoreBlocks,
     StoreListing,
@@ -126,14 +123,9 @@ class TierWorker:
         self._loader, self._readers = TaskThreads("kv load"), TaskThreads("kv read", READERS)
         self._threads = [self._copier, self._writer, self._loader, self._readers]
         self._closing = threading.Event()
-        self._holds: dict[bool, HoldWriter] = {}  # by whether in the store
-        if disk is not None:
-            self._holds[False] = HoldWriter(disk, self._writer.submit)
         if store is not None:
             self._getters, self._putters = TaskThreads("kv get", GETTERS), TaskThreads("kv put", PUTTERS)
-            holder = TaskThreads("kv hold")
-            self._holds[True] = HoldWriter(store, holder.submit)
-            self._threads += [self._putters, holder, self._getters]
+            self._threads += [self._putters, self._getters]
         if lister is not None:
             run = lister.run
             threading.Thread(target=run, args=(self._listed, self._closing), name="kv list", daemon=True).start()
@@ -157,9 +149,6 @@ class TierWorker:
                     self._writer.submit(lambda: self._drop(names))
                 elif (store := self._store) is not None and not self._rank:
                     self._putters.submit(lambda: self._drop_in(store, names))
-            case SaveHold(in_store=in_store) | DropHold(in_store=in_store):
-                if not self._rank:
-                    self._holds[in_store].submit(command)
 
     def _threads_for(self, block: TierBlock) -> TaskThreads:
         """Return the threads that load a block: those of its tier, since a disk or store may hang."""

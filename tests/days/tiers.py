@@ -50,7 +50,6 @@ def make_offloading(size: Size, kv_cache: KVCacheManager, times: StepTimes, cloc
         timeout_s=TIMEOUT_S,
         block_bytes=[1000],
         min_tokens=kv_cache.pool.block_size,
-        epoch_s=clock.wall() - clock.monotonic(),
     )
 
 

@@ -19,7 +19,6 @@ ROWS: list[Row] = [
         "unused_block_s",
     ),
     (Counter, "manta_holds_granted", "Holds that were granted.", "granted"),
-    (Counter, "manta_holds_restored", "Holds of an earlier start that were found on disk.", "restored"),
     (Counter, "manta_holds_refused", "Holds that were refused, by reason.", "refused", "reason"),
     (Counter, "manta_holds_ended", "Holds that ended, by reason.", "ended", "reason"),
 ]

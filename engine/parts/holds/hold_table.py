@@ -41,7 +41,7 @@ class Hold:
     name: str
     response_id: str
     request_id: str
-    """Id of the request whose prompt it is; empty for a hold of an earlier start."""
+    """Id of the request whose prompt it is."""
     hashes: list[bytes]
     """Of the first group's blocks; the last one identifies the prefix."""
     needed: list[list[bytes]]
@@ -51,17 +51,13 @@ class Hold:
     ttl_s: float
     expires_at: float
     prompt: PromptOfHold | None = None
-    """What another engine needs to compute the blocks; None if that is unknown, or contains images."""
+    """What another engine needs to compute the blocks; None if it contains images."""
     was_given: bool = False
     """Whether another engine has been asked to hold the prompt as well, since it was used last."""
     tiers: list[Tier] = field(default_factory=list)
     """Tiers that keep the blocks; empty if the device does."""
-    ready_at: float | None = None
-    """Time from which the blocks may move to the tiers."""
     stored_at: float | None = None
     """Time of the last command to copy the blocks to the tiers."""
-    saved_at: float = float("-inf")
-    """Time of the last write of the hold to lasting tiers."""
     is_live: bool = True
     of: dict[str, Any] = field(default_factory=dict)
     """As Request.of."""
@@ -106,7 +102,6 @@ class HoldTable:
         """usages, max_share, max_share_per_client: as for Holds."""
         self._kv_cache, self._tiers, self._usages = kv_cache, tiers, usages
         self._share, self._share_per_client = max_share, max_share_per_client
-        self.num_groups = len(kv_cache.groups)
         self._room = [max(0, group.pool.num_blocks - group.least(max_model_len)) for group in kv_cache.groups]
         #: Live holds by their ends.
         self.by_end: dict[tuple[str, bytes], Hold] = {}
@@ -118,7 +113,7 @@ class HoldTable:
         self._deadlines: list[tuple[float, int, Hold]] = []  # heap; a hold that was renewed is there with its old time
         #: What holds have cost that ended without another request.
         self.unused = RequestCost()
-        self._number = self.granted = self.restored = 0
+        self._number = self.granted = 0
         self.refused: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
 
@@ -268,7 +263,6 @@ class HoldTable:
             device_blocks=len(self.pinned[0]),
             max_blocks=None if self._tiers else self._limits(self._share)[0],
             granted=self.granted,
-            restored=self.restored,
             refused=dict(self.refused),
             ended=dict(self.ended),
             unused_block_s=self.unused.blocks[0].block_ns / 1e9,

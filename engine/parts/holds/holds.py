@@ -11,7 +11,6 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.request import Request, State
 from engine.costs.block_usage import BlockUsage
 from engine.costs.request_cost import RequestCost, cost_of
-from engine.parts.holds.hold_records import HoldRecords
 from engine.parts.holds.hold_table import Hold, HoldTable, PromptOfHold, refused
 from engine.parts.holds.request_holds import RequestHolds, holds_of
 from engine.parts.kept import adapter_of
@@ -25,7 +24,6 @@ from engine.wire.parts.holds import HeldPrompt, HoldEnd, HoldMark, HoldStats, Pr
 from engine.wire.remote_request import RemoteRequest
 
 RETRY_S = 1.0  # after which blocks that are in no tier are copied again
-LASTING_S = 10.0  # that blocks wait on the device for a tier that survives a restart, if another tier has them
 
 
 class Holds(KeepsPrefixes):
@@ -42,9 +40,6 @@ class Holds(KeepsPrefixes):
     HoldTable limits what all holds keep. With tiers, the device keeps the blocks only until their request has ended and
     a tier has a copy of all of them. If each tier has lost a block, for instance because a file is damaged, the hold
     ends.
-
-    On disk and in the store the hold itself is written too (HoldRecords), so that the next start restores it with its
-    remaining time, if the blocks are still there.
     """
 
     asks = PromptHold
@@ -65,15 +60,16 @@ class Holds(KeepsPrefixes):
         of one client. max_ttl_s: longest time of a hold, in seconds."""
         self._kv_cache, self._below, self._max_ttl_s = kv_cache, offloading or NoTiersBelow(), max_ttl_s
         self._block_size = kv_cache.pool.block_size
+        #: Tiers that keep holds: other engines delete from a store.
+        self.tiers = [tier for tier in self._below.tiers if tier.name != "store"]
         self.table = HoldTable(
             kv_cache,
-            self._below.tiers,
+            self.tiers,
             usages,
             max_model_len=max_model_len,
             max_share=max_share,
             max_share_per_client=max_share_per_client,
         )
-        self._records = HoldRecords(self.table, self._below, self._block_size, max_ttl_s)
         self._to_move: dict[Hold, Request] = {}  # holds that tiers are to keep, with the requests that computed them
 
     @property
@@ -115,7 +111,6 @@ class Holds(KeepsPrefixes):
         if (same := self.table.by_end.get((asked.client, hashes[-1]))) is not None:
             self.table.pay(same, cost_of(request))
             same.renew(mark.ttl_s, expires_at)
-            self._records.changed(same)
             if same.name != asked.name:
                 same.name = ""  # it is that of several conversations: none of them may end it
             if same.response_id != asked.response_id:
@@ -139,7 +134,7 @@ class Holds(KeepsPrefixes):
         if (refusal := self.table.lacks(mark, hold, replaced)) is not None:
             return refusal
         self.table.begin(hold)
-        if self._below.tiers:
+        if self.tiers:
             self._to_move[hold] = request
         for earlier in replaced:
             self._end(earlier, cost=cost_of(request))
@@ -159,20 +154,14 @@ class Holds(KeepsPrefixes):
             for hold in self.table.prefixes(asked.client, request.hashes(matched, self._block_size)):
                 hold.renew(hold.ttl_s, now + hold.ttl_s)
                 self.table.pay(hold, cost_of(request))
-                self._records.changed(hold)
-                if (
-                    hold.prompt is None and not request.prefix.places
-                ):  # of an earlier start, so its tokens were not known
-                    hold.prompt = prompt_of(request, len(hold.hashes) * self._block_size)
 
     # -- giving to another engine --------------------------------------------------------------------------
 
     def give(self, limit: int, now: float) -> list[HeldPrompt]:
         """Return up to `limit` holds for another engine that takes them over, those that last longest first. Each hold
-        is returned once, unless it is used again. Leaves out holds in the store, which all engines keep, and holds
-        whose prompts are unknown or contain images."""
+        is returned once, unless it is used again. Leaves out holds whose prompts contain images."""
         self.update(now)
-        held = [hold for hold in self.table.by_end.values() if not hold.was_given and not in_store(hold)]
+        held = [hold for hold in self.table.by_end.values() if not hold.was_given]
         given: list[HeldPrompt] = []
         for hold in sorted(held, key=lambda hold: -hold.expires_at):
             if hold.prompt is not None and len(given) < limit:
@@ -183,31 +172,22 @@ class Holds(KeepsPrefixes):
     # -- moving down, and ending ---------------------------------------------------------------------------
 
     def update(self, now: float) -> None:
-        """End the holds whose time is over, restore those of an earlier start, and move holds to tiers that have a copy
-        of their blocks."""
-        self._records.restore(now)
-        for hold in self._records.dropped():
-            self._end(hold)
+        """End the holds whose time is over, and move holds to tiers that have a copy of their blocks."""
         for hold in self.table.overdue(now):
             self._end(hold, "expired")
         for hold, request in list(self._to_move.items()):
             if request.state is State.FINISHED:  # before, its blocks may turn out to hold non-finite numbers
                 self._move(hold, now)
-        for tier in self._below.tiers:
+        for tier in self.tiers:
             if any(index.lost_held for index in tier.indexes):
                 self._look_for_losses(tier)
-        self._records.save_changed(now)
 
     def _move(self, hold: Hold, now: float) -> None:
-        """Move a hold to the tiers with its blocks and room. Waits LASTING_S for tiers that survive restarts."""
-        hold.ready_at = now if hold.ready_at is None else hold.ready_at
-        tiers = self.table.roomy_tiers()
-        there = [tier for tier in tiers if tier.has_all(hold.keys)]
-        awaited = [tier for tier in self._below.saved.lasting(tiers) if not tier.rests and tier not in there]
-        if there and (not awaited or now >= hold.ready_at + LASTING_S):
+        """Move a hold to the tiers with its blocks and room."""
+        there = [tier for tier in self.table.roomy_tiers() if tier.has_all(hold.keys)]
+        if there:
             del self._to_move[hold]
             self.table.keep_in(hold, there)
-            self._records.save(hold, now)
         elif hold.stored_at is None or now >= hold.stored_at + RETRY_S:
             hold.stored_at = now
             self._below.store(hold.keys)
@@ -216,19 +196,17 @@ class Holds(KeepsPrefixes):
         """After this tier has lost held blocks, end the holds whose blocks are no longer complete in any tier."""
         for index in tier.indexes:
             index.lost_held = False
-        self._below.saved.lost()
         for hold in [hold for hold in self.table.by_end.values() if tier in hold.tiers]:
             if tier.holds(hold.keys):
                 continue
             self.table.leave(hold, tier)
-            self._records.drop_from(hold, tier)
             if not hold.tiers:
                 self._end(hold, "lost")
 
     def release(self, name: str, client: str | None) -> None:
         """End the holds that have this name, or are of the response with this id, and delete their blocks from the
         tiers. client: None for all clients."""
-        deleted = self._below.saved.release(name, client)
+        deleted: list[tuple[int, bytes]] = []
         for hold in [hold for hold in self.table.by_end.values() if client in (None, hold.client)]:
             if name in (hold.name, hold.response_id):
                 self._end(hold, "released")
@@ -251,7 +229,6 @@ class Holds(KeepsPrefixes):
         """End a hold. why: None if another hold replaces it. cost: as for HoldTable.end."""
         self._to_move.pop(hold, None)
         self.table.end(hold, why, cost)
-        self._records.drop(hold, why)
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -271,10 +248,6 @@ class Holds(KeepsPrefixes):
 
 def prompt_of(request: Request, num_tokens: int) -> PromptOfHold:
     return PromptOfHold(array("I", request.tokens[:num_tokens]), request.prefix.salt, adapter_of(request))
-
-
-def in_store(hold: Hold) -> bool:
-    return any(tier.name == "store" for tier in hold.tiers)
 
 
 def held_prompt(hold: Hold, prompt: PromptOfHold, now: float) -> HeldPrompt:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.parts.holds.hold_records import HoldRecords
 from engine.parts.holds.hold_table import Hold, HoldTable, PromptOfHold
 from engine.parts.holds.holds import Holds
 from engine.parts.holds.no_holds import NoHolds
@@ -19,7 +18,7 @@ def of_prompt(prompt: PromptOfHold) -> dict[str, Any]:
 
 
 KINDS = SnapshotKinds(
-    objects=(Hold, HoldRecords, HoldTable, Holds, NoHolds, PromptOfHold, RequestHolds),
+    objects=(Hold, HoldTable, Holds, NoHolds, PromptOfHold, RequestHolds),
     messages=(HoldMark, HoldOutcome),
     changes={Hold: lambda _: {"of": {}}, HoldTable: lambda _: {"_usages": []}, PromptOfHold: of_prompt},
 )

@@ -19,7 +19,6 @@ from engine.errors import EngineError, ServingError
 from engine.parts.kept import source_of
 from engine.parts.kv_tiers.command_queue import CommandQueue
 from engine.parts.kv_tiers.prefix_pins import fits, pin_prefix, unpin, unpin_prefix
-from engine.parts.kv_tiers.saved_holds import SavedHolds
 from engine.parts.kv_tiers.tier import Tier, TierHashes, tiers_of
 from engine.parts.kv_tiers.tier_writer import Store, TierWriter
 from engine.wire.parts.kv_offload import (
@@ -41,7 +40,6 @@ class NoTiersBelow:
     """What holds and other engines find below the cache of an engine without tiers."""
 
     tiers: Sequence[Tier] = ()
-    saved = SavedHolds((), lambda group, block_hash: block_hash, lambda command: None, epoch_s=0.0)
 
     def store(self, keys: Sequence[tuple[int, bytes]]) -> None:
         pass
@@ -104,11 +102,10 @@ class KVOffloading(Part):
         timeout_s: float,
         block_bytes: Sequence[int],
         min_tokens: int = MIN_TOKENS,
-        epoch_s: float = 0.0,
     ):
         """tiers: `host`, `disk` and `store`, the fastest first. name_of: returns the name of a block, given its group
         and hash. timeout_s: seconds for which a request waits for blocks. block_bytes: bytes of a block of each group,
-        on all ranks together. min_tokens: shortest hit that is loaded. epoch_s: as for SavedHolds."""
+        on all ranks together. min_tokens: shortest hit that is loaded."""
         self._kv_cache, self.tiers, self.name_of, self._times = kv_cache, list(tiers), name_of, times
         self._timeout_s, self._min_tokens, self._bytes = timeout_s, min_tokens, list(block_bytes)
         self._queried_tokens = self._hit_tokens = 0
@@ -117,8 +114,6 @@ class KVOffloading(Part):
         self._coming: dict[tuple[int, bytes], BlockLoad] = {}  # by group and hash
         #: The first group's blocks in the tiers.
         self.hashes = TierHashes(kv_cache.pool, self.tiers, name_of)
-        #: Holds that are written to disk and store.
-        self.saved = SavedHolds(self.tiers, name_of, self._commands.add, epoch_s)
         lanes = [[tier for tier in tiers if (tier.name == "store") == is_slow] for is_slow in (False, True)]
         self._writers = [
             TierWriter(kv_cache, lane, self._commands, self.hashes, name_of=name_of, block_bytes=self._bytes)
@@ -129,7 +124,7 @@ class KVOffloading(Part):
 
     def set_names(self, name_of: Callable[[int, bytes], bytes]) -> None:
         """Replace the function that returns the names of blocks by one that returns the same."""
-        self.name_of = self.hashes.name_of = self.saved.name_of = name_of
+        self.name_of = self.hashes.name_of = name_of
         for writer in self._writers:
             writer.name_of = name_of
         for tier in self.tiers:
@@ -421,13 +416,11 @@ class KVOffloading(Part):
         except for blocks that this engine is reading."""
         store = self._named("store")
         (index,) = store.indexes
-        self.saved.listed(listing)
         for name in listing.removed:
             if index.has(name) and not index.is_read(name):
                 index.remove(name)
         for block in listing.added:
             self._enter(store, block, now - block.age_s)
-        self.saved.entered(listing)
 
     def update(self, now: float) -> None:
         """Stop loads whose time is over, forget blocks that have been kept for long, and go on storing."""
@@ -448,7 +441,6 @@ class KVOffloading(Part):
             tier.rests = now < tier.rests_until
             for index in tier.indexes:
                 self._commands.drop(tier, index.expire(now))
-        self.saved.expire(now)
         for writer in self._writers:
             if not self._copying:
                 writer.start(now)
@@ -460,7 +452,6 @@ class KVOffloading(Part):
 
     def cleared(self) -> None:
         """Delete all blocks of all tiers."""
-        self.saved.clear()
         for writer in self._writers:
             writer.clear()
         for load in self._loads.values():

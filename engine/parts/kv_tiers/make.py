@@ -38,11 +38,8 @@ def make(setup: PartSetup) -> Made:
         times=setup.step_times,
         timeout_s=config.kv_offloading_timeout_s,
         block_bytes=tiers.block_bytes,
-        epoch_s=setup.clock.wall() - now,
     )
     for block in tiers.found:
         offloading.restore(block.name, block.size, now - block.age_s)
-    for _, hold in tiers.found_holds:
-        offloading.saved.restore(hold)
     group = GroupTiers(tiers.worker, setup.group.size, setup.broadcaster, setup.wake)
     return Made([offloading], [TierCourier(offloading, group)])

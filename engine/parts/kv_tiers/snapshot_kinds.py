@@ -6,16 +6,12 @@ from engine.costs.tier_usage import HeldBlock, TierUsage
 from engine.kv_offload.tier_index import NoUsage, TierEntry, TierIndex
 from engine.parts.kv_tiers.command_queue import CommandQueue
 from engine.parts.kv_tiers.kv_offloading import BlockLoad, KVOffloading, NoTiersBelow
-from engine.parts.kv_tiers.saved_holds import FoundHold, Kept, SavedHolds
 from engine.parts.kv_tiers.tier import NoHashes, Tier, TierHashes
 from engine.parts.kv_tiers.tier_writer import Store, TierWriter
 from engine.parts.snapshot_kinds import SnapshotKinds
 from engine.wire.parts.kv_offload import (
     DropBlocks,
-    DropHold,
     LoadBlocks,
-    SavedHold,
-    SaveHold,
     StopLoad,
     StoreBlocks,
     TierBlock,
@@ -23,10 +19,10 @@ from engine.wire.parts.kv_offload import (
 
 KINDS = SnapshotKinds(
     objects=(
-        BlockLoad, CommandQueue, FoundHold, HeldBlock, KVOffloading, Kept, NoHashes, NoTiersBelow, NoUsage, SavedHolds,
-        Store, Tier, TierEntry, TierHashes, TierIndex, TierUsage, TierWriter,
+        BlockLoad, CommandQueue, HeldBlock, KVOffloading, NoHashes, NoTiersBelow, NoUsage, Store, Tier, TierEntry,
+        TierHashes, TierIndex, TierUsage, TierWriter,
     ),
-    messages=(DropBlocks, DropHold, LoadBlocks, SaveHold, SavedHold, StopLoad, StoreBlocks),
+    messages=(DropBlocks, LoadBlocks, StopLoad, StoreBlocks),
     rows=(TierBlock,),
     methods=((CommandQueue, "add"),),
 )  # fmt: skip

@@ -26,7 +26,7 @@ from engine.wire.handoff import BlocksAsked, Failed, FirstToken, HandoffEvent, R
 from engine.wire.handoff import Closed as ClosedEvent
 from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.images import MultiModalFeatureSpec, PlaceholderRange, PromptImages, images_in
-from engine.wire.parts.kv_offload import FoundBlock, SavedHold, StoreListing, TierAnswer
+from engine.wire.parts.kv_offload import FoundBlock, StoreListing, TierAnswer
 from engine.wire.remote_request import RemoteRequest
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
@@ -263,59 +263,27 @@ class ImageShape(Shape, frozen=True):
         return ImageWentOn(Failed(handoff_id, self.failed, 0, retry=False))
 
 
-class SavedShape(msgspec.Struct, frozen=True, array_like=True):
-    """A hold in the store."""
-
-    hold: SavedHold
-    """Without hashes."""
-    num_hashes: int
-    needed: list[int]
-    """Hashes of each KV cache group."""
-
-
 class StoreShape(msgspec.Struct, frozen=True, array_like=True):
-    """What other engines have done to the store. All names and hashes are on the tape under a number of arrival that no
-    request has."""
+    """What other engines have done to the store. All names are on the tape under a number of arrival that no request
+    has."""
 
     order: int
     added: list[tuple[int, float]]
     """Size and age of each block."""
     num_removed: int
-    num_dropped_holds: int
-    holds: list[SavedShape]
 
     @classmethod
     def of(cls, listing: StoreListing, order: int) -> StoreShape:
-        holds = [
-            SavedShape(msgspec.structs.replace(hold, hashes=[], needed=[]), len(hold.hashes), [*map(len, hold.needed)])
-            for _, hold in listing.holds
-        ]
-        added = [(block.size, block.age_s) for block in listing.added]
-        return cls(order, added, len(listing.removed), len(listing.dropped_holds), holds)
+        return cls(order, [(block.size, block.age_s) for block in listing.added], len(listing.removed))
 
     @staticmethod
     def names_of(listing: StoreListing) -> list[bytes]:
-        names = [*(block.name for block in listing.added), *listing.removed, *listing.dropped_holds]
-        for name, hold in listing.holds:
-            names += [name, *hold.hashes, *(each for some in hold.needed for each in some)]
-        return names
+        return [*(block.name for block in listing.added), *listing.removed]
 
     def listing(self, answers: Answers) -> StoreListing:
         names = iter(answers.hashes.get(self.order, ()))
-
-        def take(count: int) -> list[bytes]:
-            return list(islice(names, count))
-
         added = [FoundBlock(next(names), size, age_s) for size, age_s in self.added]
-        removed, dropped = take(self.num_removed), take(self.num_dropped_holds)
-        holds = [
-            (
-                next(names),
-                msgspec.structs.replace(each.hold, hashes=take(each.num_hashes), needed=[*map(take, each.needed)]),
-            )
-            for each in self.holds
-        ]
-        return StoreListing(added, removed, holds, dropped)
+        return StoreListing(added, list(islice(names, self.num_removed)))
 
 
 class TiersAnsweredShape(Shape, frozen=True):

@@ -54,8 +54,6 @@ class HoldStats(PartRecord, frozen=True, kw_only=True):
     max_blocks: int | None = None
     """Limit of blocks of this group that holds keep; None with tiers, of which a share is the limit."""
     granted: int = 0
-    restored: int = 0
-    """Holds of an earlier start that were found on disk or in the store."""
     refused: dict[str, int] = msgspec.field(default_factory=dict)
     """Refused holds by HoldRefusal."""
     ended: dict[str, int] = msgspec.field(default_factory=dict)

@@ -60,37 +60,7 @@ class DropBlocks(TierMessage, frozen=True, array_like=True, tag=True):
     in_store: bool = False
 
 
-class SavedHold(msgspec.Struct, frozen=True, array_like=True):
-    """A hold of a client (docs/holds.md) as it is written beside its blocks, to be found by the next start."""
-
-    client: str
-    name: str
-    response_id: str
-    hashes: list[bytes]
-    """Of the first KV cache group's blocks."""
-    needed: list[list[bytes]]
-    """Hashes of the blocks that are kept in each KV cache group."""
-    ttl_s: float
-    ends_at: float
-    """Seconds since the epoch."""
-
-
-class SaveHold(TierMessage, frozen=True, array_like=True, tag=True):
-    """Asks rank 0 to write a hold to its disk or to the store; not answered."""
-
-    name: bytes
-    hold: SavedHold
-    in_store: bool = False
-
-
-class DropHold(TierMessage, frozen=True, array_like=True, tag=True):
-    """Asks rank 0 to delete a hold from its disk or from the store; not answered."""
-
-    name: bytes
-    in_store: bool = False
-
-
-TierCommand = StoreBlocks | LoadBlocks | StopLoad | DropBlocks | SaveHold | DropHold
+TierCommand = StoreBlocks | LoadBlocks | StopLoad | DropBlocks
 
 
 class TierAnswer(TierMessage, frozen=True, array_like=True):
@@ -121,9 +91,6 @@ class StoreListing(msgspec.Struct, frozen=True):
     added: list[FoundBlock]
     """Oldest first."""
     removed: list[bytes]
-    holds: list[tuple[bytes, SavedHold]] = []
-    """Names and holds that are new or have changed."""
-    dropped_holds: list[bytes] = []
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):

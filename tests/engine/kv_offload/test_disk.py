@@ -14,9 +14,8 @@ import sys
 import pytest
 
 from engine.errors import ConfigError, StartupError
-from engine.kv_offload.disk import HOLDS, TEMPORARY_KEY, DiskFolder, delete_stale, on_disk
+from engine.kv_offload.disk import TEMPORARY_KEY, DiskFolder, delete_stale, on_disk
 from engine.kv_offload.sealing import OVERHEAD, BlockNames, Sealer, Unsealable, read_key_file
-from engine.wire.parts.kv_offload import SavedHold
 
 SECRET, NAME, TEXT = b"k" * 32, bytes(range(16)), b"what the user has written " * 40
 
@@ -52,18 +51,6 @@ def test_another_start_finds_what_is_there_and_deletes_what_was_not_finished(dis
     assert [(block.name, block.size) for block in again.find()] == [(NAME, on_disk(len(TEXT) + OVERHEAD))]
     assert not unfinished.exists()
     disk._lock = again._lock
-
-
-def test_holds_are_found_by_another_start_unless_they_are_damaged_or_deleted(disk, tmp_path):
-    hold = SavedHold("alice", "talk", "response", [NAME], [[NAME]], 10.0, 1e9)
-    for number in range(3):
-        disk.save_hold(bytes([number] * 16), hold)
-    disk.drop_hold(bytes([0] * 16))
-    damaged = disk.path / HOLDS / bytes([1] * 16).hex()
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert [block.name for block in disk.find()] == [NAME]
-    assert disk.find_holds() == [(bytes([2] * 16), hold)]
-    assert stat.S_IMODE((disk.path / HOLDS).stat().st_mode) == 0o700 and not damaged.exists()
 
 
 def test_only_the_owner_can_read_and_nobody_can_read_text(disk):

@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
-import msgspec
 import pytest
 
 from engine.errors import ConfigError, StartupError
 from engine.kv_offload.disk import TEMPORARY_KEY
 from engine.kv_offload.sealing import OVERHEAD, Sealer, Unsealable
 from engine.kv_offload.store import DEAD_S, UNFINISHED_S, StoreFolder, Unreachable
-from engine.wire.parts.kv_offload import SavedHold, StoreListing
+from engine.wire.parts.kv_offload import StoreListing
 
 SECRET, TEXT = b"k" * 32, b"what the user has written " * 40
-HOLD = SavedHold("alice", "talk", "response", [bytes(16)], [[bytes(16)]], 10.0, 1000000000.5)
 NAMES = [bytes([number] * 16) for number in range(4)]
 
 
@@ -90,20 +88,6 @@ def test_an_engine_with_another_model_or_key_sees_nothing(url):
         opened(url, secret=b"x" * 32).read(NAMES[0])
 
 
-def test_holds_come_change_and_go(url):
-    one, other = opened(url), opened(url)
-    one.save_hold(NAMES[0], HOLD)
-    listing = other.list()
-    assert (listing.holds, listing.added) == ([(NAMES[0], HOLD)], [])
-    assert other.list() == StoreListing([], [])
-    longer = msgspec.structs.replace(HOLD, ends_at=2000000000.5, name="a longer name")
-    one.save_hold(NAMES[0], longer)
-    assert other.list().holds == [(NAMES[0], longer)]
-    other.drop_hold(NAMES[0])
-    assert one.list().dropped_holds == [NAMES[0]]
-    assert opened(url).list().holds == []
-
-
 def test_a_block_counts_once_all_ranks_have_written_their_part(url, monkeypatch):
     first, second = (opened(url, rank=rank, ranks=2) for rank in range(2))
     reader = opened(url, ranks=2)
@@ -146,7 +130,6 @@ def test_what_nobody_will_read_is_deleted(url, monkeypatch):
 def test_old_files_that_are_no_blocks_stay_in_the_store(tmp_path, monkeypatch):
     store, other = opened(str(tmp_path)), f"{5:016x}"
     opened(str(tmp_path), other).write(NAMES[0], memoryview(TEXT))
-    opened(str(tmp_path), other).save_hold(NAMES[0], HOLD)
     files = ["thesis/draft.tex", f"thesis/00/{NAMES[0].hex()}.0", f"{TEMPORARY_KEY}notes/a", f"{other}/notes.txt"]
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)

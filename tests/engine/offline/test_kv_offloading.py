@@ -31,12 +31,11 @@ from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import Subscribe
 from engine.wire.parts.cache_writes import HoldOutcome
-from engine.wire.parts.holds import HoldMark, HoldStats, PromptHold
+from engine.wire.parts.holds import HoldMark, PromptHold
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of
 from tests.models import with_slow
-from tests.products import each_once
 from tests.rank_pool import RankPool
 
 PROMPT = [3 + 7 * i % 90 for i in range(150)]
@@ -241,67 +240,20 @@ def granted(core: EngineCore, prompt: list[int], name: str = "talk") -> int:
     return outcome.tokens
 
 
-def restored(core: EngineCore) -> int:
-    """Return how many holds of an earlier start an engine has restored, once it has listed its store."""
-    deadline = time.monotonic() + WAIT_S
-    while (stats := core.stats().record(HoldStats)) is not None and not stats.restored and time.monotonic() < deadline:
-        core.step()
-    return 0 if stats is None else stats.restored
-
-
-@pytest.mark.parametrize(("family", "place"), each_once(FAMILIES, ["disk", "store"]))
-def test_held_conversation_survives_the_end_of_all_engines(folder_of, plainly, tmp_path, shared, family, place):
-    """After the restart, others fill the tier, which evicts what is not held."""
-    folder = folder_of(family)
-    tiers = shared
-    if place == "disk":
-        disk = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
-        tiers = {**disk, "kv_offloading_key_file": shared["kv_offloading_key_file"]}
-    with engine(folder, num_gpu_blocks_override=BLOCKS[family], **tiers) as core:
-        answer(core, PROMPT)
-        flush(core)
-        stats = core.stats().record(KVOffloadStats)
-        assert stats is not None
-        size = 1.5 * stats.tiers[place].used_bytes / 2**30
-        core.apply(CacheCleared())
-    tiers |= {f"kv_offloading_{place}_size": size, "max_held_share": 1.0, "max_held_share_per_client": 1.0}
-    with engine(folder, num_gpu_blocks_override=BLOCKS[family], **tiers) as core:
-        tokens = granted(core, PROMPT)
-    started_at = time.monotonic()
-    with engine(folder, num_gpu_blocks_override=BLOCKS[family], **tiers) as core:
-        assert restored(core) == 1
-        kept = core.stats().record(KVOffloadStats).tiers[place].gib_s
-        assert 0 <= kept["holds"] <= sum(kept.values()) <= size * (time.monotonic() - started_at), (
-            "not of the time before"
-        )
-        for i in range(3):
-            answer(core, [3 + (5 * j + i) % 90 for j in range(150)], f"other {i}")
-            flush(core)
-        core.scheduler.kv_cache.clear_cache()
-        first, cached = answer(core, PROMPT)
-        assert first == plainly(family)[0]
-        assert cached >= tokens - 4, "the last token of a prompt is always computed, with its block"
-        stats = core.stats().record(HoldStats)
-        assert stats is not None and (stats.holds, stats.ended) == (1, {})
-
-
-@pytest.mark.parametrize("place", ["disk", "store"])
-def test_deleted_session_leaves_nothing_and_what_is_held_shows_no_text(folder_of, tmp_path, shared, place):
-    disk = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "store")}
-    tiers = shared if place == "store" else {**disk, "kv_offloading_key_file": shared["kv_offloading_key_file"]}
-    with engine(folder_of("llama"), num_gpu_blocks_override=128, **tiers) as core:
+def test_deleted_session_leaves_nothing_and_what_is_held_shows_no_text(folder_of, tmp_path, key_file):
+    disk = {"kv_offloading_disk_size": SIZE, "kv_offloading_dir": str(tmp_path / "kv")}
+    with engine(folder_of("llama"), num_gpu_blocks_override=128, **disk, kv_offloading_key_file=key_file) as core:
         granted(core, PROMPT, "the name of a session")
-    files = [file for file in (tmp_path / "store").rglob("*") if file.is_file() and file.name != "lock"]
-    assert sum(file.parent.name == "holds" for file in files) == 1
-    for file in files:
-        data = file.read_bytes()
-        assert b"alice" not in data and b"session" not in data
-        assert bytes(PROMPT[:8]) not in data and array("i", PROMPT[:8]).tobytes() not in data
-    with engine(folder_of("llama"), num_gpu_blocks_override=128, **tiers) as core:
-        assert restored(core) == 1
+        flush(core)
+        files = [file for file in (tmp_path / "kv").rglob("*") if file.is_file() and file.name != "lock"]
+        assert files
+        for file in files:
+            data = file.read_bytes()
+            assert b"alice" not in data and b"session" not in data
+            assert bytes(PROMPT[:8]) not in data and array("i", PROMPT[:8]).tobytes() not in data
         core.apply(HoldsReleased("the name of a session", "alice"))
         core.step()
-    left = [file for file in (tmp_path / "store").rglob("*") if file.is_file() and file.name != "lock"]
+    left = [file for file in (tmp_path / "kv").rglob("*") if file.is_file() and file.name != "lock"]
     assert not left
 
 

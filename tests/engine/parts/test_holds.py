@@ -15,17 +15,15 @@ from engine.parts.holds.holds import Holds
 from engine.parts.holds.inputs import HoldsGiven, HoldsReleased
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.kv_tiers.prefix_pins import longest_prefix
-from engine.parts.kv_tiers.saved_holds import EXPIRED_S
 from engine.wire.block_hash import block_hashes
 from engine.wire.parts.cache_writes import HoldOutcome
 from engine.wire.parts.costs import SequenceCost
 from tests.engine.core.test_scheduler_machine import PREFIXES, DecodeMachine, SchedulerMachine, rests
 from tests.engine.parts.test_kv_offloading import TierMachine
 from tests.examples import examples
-from tests.fake_drafter import WildDrafter
 from tests.fake_handoffs import DecodeHarness
 from tests.fake_runner import Harness
-from tests.fake_tiers import EPOCH_S, TierHarness, name_of
+from tests.fake_tiers import TierHarness, name_of
 
 PROMPT = list(range(1, 21))  # five blocks of four
 
@@ -540,27 +538,6 @@ def test_holds_that_last_longest_are_given_first_and_each_once():
     assert not harness.scheduler.apply(HoldsGiven(8), 36.0), "all have ended"
 
 
-@PLACES
-def test_holds_that_all_engines_have_in_the_store_are_not_given(options):
-    harness, is_own = saved(options), options is OPTIONS
-    assert len(harness.scheduler.apply(HoldsGiven(8), harness.now)) == is_own
-    again = harness.restarted()
-    assert not again.scheduler.apply(HoldsGiven(8), again.now), "its tokens are not known"
-    serve_from_tiers(again, "next turn", [*PROMPT, 7])
-    assert [given.token_ids for given in again.scheduler.apply(HoldsGiven(8), again.now)] == [PROMPT] * is_own
-
-
-# -- holds that outlive their engine -------------------------------------------------------------------------
-
-
-def saved(options: dict[str, object], **hold) -> TierHarness:
-    """Return an engine that has granted a hold and ended."""
-    harness = TierHarness(**options)
-    assert held(harness, "held", **hold).refusal is None
-    moved_down(harness)
-    return harness
-
-
 def names_in(harness: TierHarness) -> set[bytes]:
     """Names of the blocks of PROMPT on disk and in the store."""
     hashes = block_hashes(PROMPT, 4)
@@ -568,129 +545,14 @@ def names_in(harness: TierHarness) -> set[bytes]:
     return names & (harness.disk.keys() | harness.store.keys())
 
 
-@PLACES
-def test_next_start_restores_a_hold_with_its_remaining_time(options):
-    harness = saved(options)
-    harness.now = 4.0
-    again = harness.restarted()
-    assert again.scheduler.parts[Holds].report().restored == 1
-    for now, left in ((9.5, 20), (10.5 if options is OPTIONS else 11.0 + EXPIRED_S, 0)):
-        again.now = now
-        fill_tier(again)
-        assert in_tier(again, PROMPT) == left
-    assert again.scheduler.parts[Holds].report().ended == {"expired": 1}
-    again.run()
-
-
-@PLACES
-def test_use_after_a_restart_renews_a_hold_for_the_start_after_it(options):
-    again = saved(options).restarted()
-    again.now = 9.0
-    serve_from_tiers(again, "next turn", [*PROMPT, 7])
-    assert again.cached_of["next turn"] == 20
-    again.now = 15.0
-    again.step()
-    third = again.restarted()
-    assert (third.scheduler.parts[Holds].report().restored, third.scheduler.parts[Holds].report().holds) == (1, 1)
-    again.run()
-
-
-@PLACES
-def test_hold_that_is_asked_for_again_is_written_with_its_new_time(options):
-    harness = saved(options)
-    harness.now = 2.0
-    serve_from_tiers(harness, "same", PROMPT, hold=[(20, 90.0)])
-    harness.now = 4.0
-    harness.step()
-    harness.pass_time()
-    ((end,),) = [[hold.ends_at - EPOCH_S for hold in place.values()] for place in harness.holds.values() if place]
-    assert end == 92.0
-    harness.run()
-
-
-@PLACES
-def test_hold_whose_time_ends_while_no_engine_runs_is_not_restored(options):
-    harness = saved(options)
-    harness.now = 10.5
-    again = harness.restarted()
-    assert (again.scheduler.parts[Holds].report().restored, again.scheduler.parts[Holds].report().ended) == (
-        0,
-        {"expired": 1},
-    )
-    again.now += EXPIRED_S
-    again.pass_time()
-    assert again.holds == {False: {}, True: {}}
-
-
-@PLACES
-def test_hold_of_which_the_tier_has_lost_a_block_is_refused_at_the_start(options):
-    harness = saved(options)
-    (harness.disk or harness.store).popitem()
-    again = harness.restarted()
-    stats = again.scheduler.parts[Holds].report()
-    assert (stats.holds, stats.refused) == (0, {"not_cached": 1})
-    again.run()
-
-
-def test_hold_beyond_a_smaller_share_is_refused_at_the_start():
-    again = saved(OPTIONS).restarted(held_share=0.1)
-    assert again.scheduler.parts[Holds].report().refused == {"full": 1}
-    again.pass_time()
-    assert not again.holds[False]
-
-
-@PLACES
-def test_hold_that_its_client_ends_leaves_nothing(options):
-    harness = saved(options, hold_name="talk", client="alice")
+def test_hold_that_its_client_ends_leaves_nothing():
+    harness = TierHarness(**OPTIONS)
+    held(harness, "held", hold_name="talk", client="alice")
+    moved_down(harness)
     assert len(names_in(harness)) == 5
     harness.scheduler.apply(HoldsReleased("talk", "alice"), harness.now)
     harness.pass_time()
-    assert not names_in(harness) and harness.holds == {False: {}, True: {}}
-    assert harness.restarted().scheduler.parts[Holds].report().restored == 0
-
-
-def test_hold_is_written_only_where_it_survives_and_waits_for_that_tier():
-    harness = TierHarness(**{**OPTIONS, "disk_blocks": 0, "host_slots": 40})
-    held(harness, "held")
-    moved_down(harness)
-    assert harness.holds == {False: {}, True: {}}
-    harness = TierHarness(**{**STORE, "host_slots": 40})
-    held(harness, "held")
-    for _ in range(20):  # the store has not been written
-        harness.pass_time()
-        harness.take_answers()
-        for number, moving in list(harness.moving.items()):
-            if moving.copies is None or not moving.command.blocks[0].in_store:
-                harness.progress(number)
-        harness.step()
-    assert len(harness.host) == 5 and len(on_device(harness)) == 5
-    moved_down(harness)
-    assert len(harness.holds[True]) == 1
-    harness.run()
-
-
-def other_engine(harness: TierHarness) -> TierHarness:
-    """Return another engine that has been running with the same store, and has just listed it."""
-    other = TierHarness(**STORE)
-    other.list()
-    other.store, other.holds, other.now = harness.store, harness.holds, harness.now
-    other.list()
-    return other
-
-
-def test_another_engine_evicts_nothing_from_the_store_that_is_held():
-    harness = saved(STORE)
-    other = other_engine(harness)
-    assert other.scheduler.parts[Holds].report().holds == 0, "it has not granted it"
-    fill_tier(other)
-    assert len(names_in(harness)) == 5 and len(harness.store) <= 40
-    serve_from_tiers(other, "next turn", [*PROMPT, 7])
-    assert other.cached_of["next turn"] == 20
-    other.now = 11.0 + EXPIRED_S
-    other.pass_time()
-    fill_tier(other)
     assert not names_in(harness)
-    other.run()
 
 
 @PLACES
@@ -707,36 +569,17 @@ def test_hold_that_is_deleted_before_its_blocks_are_written_leaves_none(options,
     harness.run()
 
 
-def test_hold_of_another_engine_in_the_store_is_ended_by_its_name():
-    harness = saved(STORE, hold_name="talk", client="alice")
-    other = other_engine(harness)
-    other.scheduler.apply(HoldsReleased("talk", "bob"), other.now)
-    other.pass_time()
-    assert len(names_in(harness)) == 5
-    other.scheduler.apply(HoldsReleased("talk", None), other.now)
-    other.pass_time()
-    assert not names_in(harness) and not harness.holds[True]
+def test_hold_stays_on_the_device_if_only_a_store_has_its_blocks_from_which_others_delete():
+    harness = TierHarness(**STORE)
+    held(harness, "held")
+    harness.drain()
+    harness.step()
+    harness.store.clear()
     harness.list()
-    assert harness.scheduler.parts[Holds].report().ended == {"lost": 1}
-
-
-def test_hold_that_all_engines_have_restored_ends_everywhere_once_one_has_replaced_it():
-    one = saved(STORE, client="alice")
-    two, three = one.restarted(), one.restarted()
-    serve_from_tiers(two, "next turn", [*PROMPT, 7, 8, 9, 10], client="alice", hold=[(24, 10.0)])
-    assert (two.cached_of["next turn"], outcomes(two, "next turn")[0].refusal) == (20, None)
-    moved_down(two)
-    three.list()
-    assert (two.scheduler.parts[Holds].report().holds, three.scheduler.parts[Holds].report().holds) == (1, 0)
-    two.run()
-
-
-def test_emptying_the_prefix_cache_deletes_the_holds_of_all_engines_from_the_store():
-    harness = saved(STORE)
-    other = other_engine(harness)
-    other.scheduler.apply(CacheCleared(), other.now)
-    other.pass_time()
-    assert not harness.store and not harness.holds[True]
+    flood(harness)
+    assert len(on_device(harness)) == 5 and cached(harness) == 20
+    assert harness.scheduler.parts[Holds].report().max_blocks, "its limit is the share of the device"
+    harness.run()
 
 
 class HoldsMachine(SchedulerMachine):
@@ -812,10 +655,6 @@ class HoldsMachine(SchedulerMachine):
         return False
 
 
-def last_hash(tokens: list[int]) -> bytes:
-    return block_hashes(tokens, 4)[-16:]
-
-
 class HoldsInTiersMachine(HoldsMachine, TierMachine):
     """Tiers keep holds while files are damaged and blocks go down and come up."""
 
@@ -824,28 +663,6 @@ class HoldsInTiersMachine(HoldsMachine, TierMachine):
     @rule()
     def evict(self):
         """Holds would not survive it."""
-
-    @rule(is_complete=st.booleans())
-    def restart(self, is_complete):
-        """The next start has the holds that were written, with their blocks."""
-        if is_complete:
-            self.h.run()
-            self.h.pass_time()
-        # a hold that only the host memory had, or that was not written yet, is gone with the engine
-        written = [hold for place in self.h.holds.values() for hold in place.values()]
-        ends = {(hold.hashes[-1], hold.ends_at - EPOCH_S) for hold in written}
-        self.promises = [
-            (tokens, until)
-            for tokens, until in self.promises
-            if any(end == last_hash(tokens) and until <= at for end, at in ends)
-        ]
-        self.h = self.h.restarted()
-        if isinstance(drafter := self.h.all_options["drafter"], WildDrafter):
-            drafter.know(self.h)
-        self.answered, self.lost = set(), 0
-        if self.h.scheduler.parts[Holds].report().refused:
-            self.promises.clear()  # which of them it was is not known here
-        self.look_up()
 
     def look_up(self):
         if self.h.scheduler.parts[Holds].report().ended.get("lost", 0) > self.lost:

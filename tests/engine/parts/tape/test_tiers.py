@@ -78,12 +78,12 @@ def test_blocks_that_came_up_for_another_engine_are_held_for_it():
     replayed(harness, tape)
 
 
-def test_what_other_engines_do_to_the_store_is_on_the_tape_and_so_are_their_holds():
-    one = with_store(held_share=0.5, num_blocks=16)
-    one.add("first", PROMPT, max_tokens=4, hold=[(20, 50.0)], client="alice", hold_name="talk")
+def test_what_other_engines_do_to_the_store_is_on_the_tape():
+    one = with_store(num_blocks=16)
+    one.add("first", PROMPT, max_tokens=4)
     one.run()
-    other = with_store(held_share=0.5, num_blocks=16)
-    other.store, other.holds = one.store, one.holds
+    other = with_store(num_blocks=16)
+    other.store = one.store
     tape = attach(other)
     other.list()
     other.add("again", [*PROMPT, 7], max_tokens=1)
@@ -92,7 +92,6 @@ def test_what_other_engines_do_to_the_store_is_on_the_tape_and_so_are_their_hold
             other.settle()
     assert other.cached_of["again"] == 20
     del other.store[min(other.store)]
-    other.holds[True].clear()
     other.list()
     other.step()
     replayed(other, tape)
