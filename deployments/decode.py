@@ -28,7 +28,6 @@ class Decode(EngineDeployment):
             if "prefill" in pools:
                 limit_s = spec.startup_timeout_s
                 await asyncio.gather(*(pair(engine, pools["prefill"], limit_s) for engine in self._engines.all))
-            await self._warm_start(config)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
         self._move_requests(config)
 

@@ -29,7 +29,6 @@ class PrefillDecode(Decode):
         """peers: deployments that can encode images for this one."""
         async with self._starting():
             await self._start_engine(config, spec, {**peers, "prefill": own_handle()}, replica_parts)
-            await self._warm_start(config)
             await asyncio.to_thread(ray_compat.remember_that_a_model_is_up)
         self._move_requests(config)
         moves = config.handoff is not None and config.handoff.move_requests

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,7 +26,6 @@ from deployments.replicas.replica_engines import ReplicaEngines
 from deployments.replicas.replica_part import OtherReplicas, ReplicaPart, ReplicaSetup
 from deployments.replicas.scaling_report import ReplicaReport
 from deployments.replicas.serve_pool import ServePool, ServeRemotePool
-from deployments.replicas.warm_start import MAX_PREFIXES, warm_start
 from deployments.routing.routing_context import RoutingContext
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
@@ -35,7 +33,6 @@ from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
 from engine.wire.generate_request import ModelIdentity
 from engine.wire.messages import Command, Question
-from engine.wire.parts.kv_fetching import HotPrefixes, ListHotPrefixes
 from engine.wire.stats.handoff_stats import PeerPool
 from placement.console_log import log_to_console
 from placement.rank_actor import EngineTask
@@ -45,7 +42,6 @@ from placement.spec import GroupSpec
 logger = logging.getLogger(__name__)
 
 TERM_S = 20.0  # for requests to leave after a SIGTERM; hosts that are taken back give 30 s
-ASK_TIMEOUT_S = 2.0  # for an engine to list its prefixes
 EXIT_DELAY_S = 0.2  # before the process ends, so that open calls get their answer
 
 
@@ -149,25 +145,6 @@ class EngineDeployment:
     async def tell(self, command: Command) -> None:
         """Send a command to all engines. Raises EngineUnavailable."""
         self._engines.tell(command)
-
-    async def _warm_start(self, config: EngineConfig) -> None:
-        """Fetch the prefixes that other replicas of this deployment use most, if the configuration says so."""
-        if config.handoff is None or not config.handoff.enable_warm_start:
-            return
-        pool = ServeRemotePool(own_handle())
-        key = await asyncio.to_thread(ray_compat.cluster_key)
-        starts = (
-            warm_start(
-                engine,
-                partial(pool.ask, ListHotPrefixes(MAX_PREFIXES), HotPrefixes, ASK_TIMEOUT_S),
-                timeout_s=config.handoff.warm_start_timeout_s,
-                max_bytes=config.handoff.warm_start_bytes,
-                host=ray.util.get_node_ip_address(),
-                key=key,
-            )
-            for engine in self._engines.all
-        )
-        await asyncio.gather(*starts)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers of a ReplicaReport. Serve calls it once a second if the model is autoscaled."""

@@ -58,14 +58,6 @@ class HandoffConfig:
         5.0, "Seconds that a request waits for KV from another replica's cache. After this time, the KV is computed."
     )
 
-    enable_warm_start: bool = option(
-        False,
-        "Whether a new replica fetches the prefixes that other replicas use most, before it takes requests. Needs "
-        "`enable_prefix_fetching`.",
-    )
-    warm_start_timeout_s: float = option(10.0, "Maximum number of seconds by which a warm start delays a new replica.")
-    warm_start_bytes: int = option(2**30, "Maximum number of bytes of KV that a warm start fetches.")
-
     switch_roles: bool = option(
         False,
         "Whether replicas change between the prefill and the decode pool under load, in about a second and without a "
@@ -73,12 +65,10 @@ class HandoffConfig:
     )
 
     def __post_init__(self) -> None:
-        times = "lease_s heartbeat_s progress_s accept_s fetch_timeout_s warm_start_timeout_s"
-        check_limits(self, {"above 0": f"{times} warm_start_bytes", "at least 1": "max_attempts"}, "handoff.")
+        times = "lease_s heartbeat_s progress_s accept_s fetch_timeout_s"
+        check_limits(self, {"above 0": times, "at least 1": "max_attempts"}, "handoff.")
         if self.lease_s < 3 * self.heartbeat_s:
             raise ConfigError("handoff.lease_s", self.lease_s, f"at least 3 heartbeats ({3 * self.heartbeat_s:g} s)")
-        if self.enable_warm_start and not self.enable_prefix_fetching:
-            raise ConfigError("handoff.enable_warm_start", True, "false without `enable_prefix_fetching`")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,9 +51,7 @@ from engine.parts.holds.hold_courier import HoldCourier
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_courier import ImageCourier
 from engine.parts.kept import source_of
-from engine.parts.kv_fetching.fetch_courier import FetchCourier
 from engine.parts.kv_fetching.kv_fetching import KVFetching
-from engine.parts.kv_fetching.prefix_counter import PrefixCounter
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.tier_courier import TierCourier
 from engine.parts.pooling.pooling import Pooling
@@ -231,7 +229,6 @@ class Engine:
                     ),
                     *([] if offloading is None else [TierCourier(offloading, self.tiers)]),  # type: ignore[arg-type]
                     HoldCourier(None if fetching is None else fetching.peer),
-                    *([] if fetching is None else [FetchCourier(fetching.peer, PrefixCounter(kv_cache))]),
                     *(
                         [ImageCourier(self.image_channel, images)]
                         if self.image_channel is not None and (images := scheduler.parts.get(EncoderCacheManager))

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.models import make_model
-from tests.serve.serve_run import ServeRun, wait_until
+from tests.serve.serve_run import ServeRun
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -63,30 +63,3 @@ def test_a_conversation_finds_its_prefix_in_any_replica(tmp_path):
         tokens, without = (sum(talk[i] for talk in alone) for i in (1, 2))
         print(f"without fetching: {without} of {tokens} cached")
         assert cached > without
-
-
-def test_a_new_replica_has_the_most_used_prefix_before_its_first_request(tmp_path):
-    folder = make_model(tmp_path, "llama", tokenizer=True, max_position_embeddings=4096)
-    engine = {"device": "cpu", "dtype": "float32", "num_threads": 1, "num_gpu_blocks_override": 3000, "max_num_seqs": 8}
-    decode = {"num_replicas": 1, "num_cpus": 0.2, "routing": {"policy": "round_robin"}}
-    handoff = {"enable_prefix_fetching": True, "enable_warm_start": True, "fetch_timeout_s": 20}
-    model = {"name": "tiny", "model": str(folder), "engine": engine, "decode": decode, "handoff": handoff}
-    system = "The ocean is deep and blue. " * 40
-
-    def ask(server: ServeRun, client: int) -> tuple[str, int]:
-        body = {"model": "tiny", "prompt": f"{system}{client}", "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
-        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-    with ServeRun(tmp_path, {"models": [model]}) as server:
-        server.wait_until_healthy(1)
-        first = [ask(server, client) for client in range(4)]
-        server.scale("decode-tiny", 2)
-        line = server.wait_for_line("warm start prefixes=", timeout_s=120)
-        server.wait_until_healthy()
-        print(f"\n{line.strip()[-60:]}")
-        assert "prefixes=0" not in line
-        wait_until(lambda: metric(server, "manta_kv_fetched_tokens_total") > 0)  # engines report once a second
-        again = [ask(server, client) for client in range(4)]
-        assert [text for text, _ in again] == [text for text, _ in first]
-        assert min(cached for _, cached in again) >= min(cached for _, cached in first[1:]) > 0

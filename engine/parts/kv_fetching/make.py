@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from engine.parts.handoffs.handoffs import Handoffs
-from engine.parts.kv_fetching.fetch_courier import FetchCourier
 from engine.parts.kv_fetching.kv_fetching import KVFetching
-from engine.parts.kv_fetching.prefix_counter import PrefixCounter
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.parts.setup import Made, PartSetup
 
@@ -27,4 +25,4 @@ def make(setup: PartSetup) -> Made:
         timeout_s=config.fetch_timeout_s,
         block_bytes=setup.loaded.block_bytes,
     )
-    return Made([fetching], [FetchCourier(peer, PrefixCounter(setup.kv_cache, setup.group.size))])
+    return Made([fetching])

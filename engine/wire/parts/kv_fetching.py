@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import msgspec
-
-from engine.wire.messages import Question
 from engine.wire.part_record import PartRecord
 from engine.wire.remote_request import Peer
 
@@ -32,29 +29,3 @@ class FetchStats(PartRecord, frozen=True):
     `costs_more` if computing it was expected to be faster."""
     fetched_tokens: int
     """Prompt tokens whose KV was fetched."""
-
-
-class ListHotPrefixes(Question, frozen=True):
-    """Ask for the most used cached prefixes, at most `limit` of them. Answered by HotPrefixes, unless other engines
-    cannot fetch from this one."""
-
-    limit: int
-
-
-class HotPrefix(msgspec.Struct, frozen=True, array_like=True):
-    """A prefix that an engine has cached, and with which requests begin."""
-
-    token_ids: list[int]
-    cache_salt: str
-    uses: int
-    """Number of requests that began with exactly this cached prefix."""
-    num_bytes: int
-    """Size of its KV on all ranks."""
-
-
-class HotPrefixes(msgspec.Struct, frozen=True):
-    """Answers ListHotPrefixes."""
-
-    peer: Peer
-    prefixes: list[HotPrefix]
-    """The most used first."""

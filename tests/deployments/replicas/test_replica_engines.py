@@ -14,7 +14,7 @@ from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.replica_engines import ReplicaEngines
 from engine.errors import EngineUnavailable
 from engine.wire.messages import Answer, EngineStatus, ResetPrefixCache
-from engine.wire.parts.kv_fetching import ListHotPrefixes
+from engine.wire.parts.holds import GiveHolds
 from tests.deployments.replicas.test_engine_replica import request
 from tests.engine_stats import engine_stats
 
@@ -80,11 +80,11 @@ def test_a_replica_is_as_healthy_as_its_worst_engine(monkeypatch):
 def test_all_engines_are_asked_and_their_answers_come_in_their_order():
     async def scenario() -> None:
         engines = made()
-        asked = asyncio.create_task(engines.ask(ListHotPrefixes(4)))
+        asked = asyncio.create_task(engines.ask(GiveHolds(4)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         first, second = engines.all
-        [question] = [msgspec.msgpack.decode(sent, type=ListHotPrefixes) for sent in second.sent]
+        [question] = [msgspec.msgpack.decode(sent, type=GiveHolds) for sent in second.sent]
         second.handle(Answer.to(question, b"second"))
         assert not asked.done()
         first.handle(Answer.to(question, b"first"))
@@ -142,7 +142,7 @@ def test_what_an_engine_did_when_it_ended_by_itself_is_told_to_its_own_calls_onl
 def test_what_an_engine_is_asked_ends_with_the_engine():
     async def scenario() -> None:
         engines = made()
-        asked = asyncio.create_task(engines.all[0].ask(ListHotPrefixes(4), timeout_s=600.0))
+        asked = asyncio.create_task(engines.all[0].ask(GiveHolds(4), timeout_s=600.0))
         await asyncio.sleep(0)
         engines.fail("rank 0 died")
         with pytest.raises(EngineUnavailable, match="rank 0 died"):

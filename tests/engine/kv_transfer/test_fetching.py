@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from engine.config import EngineConfig
@@ -14,9 +13,9 @@ from engine.options.handoff import HandoffConfig
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.messages import Add, Answer, Notice
+from engine.wire.messages import Add
 from engine.wire.parts.handoffs import HandoffTotals
-from engine.wire.parts.kv_fetching import FetchStats, HotPrefixes, KVHolder, ListHotPrefixes
+from engine.wire.parts.kv_fetching import FetchStats, KVHolder
 from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenLogprob
@@ -52,7 +51,6 @@ class Caches(Pair):
     """Two engines, `here` and `there`; the test plays the router."""
 
     def __init__(self, here: EngineConfig, there: EngineConfig, ranks: tuple[RankPool, RankPool]):
-        self.lists: list[HotPrefixes] = []
         super().__init__(here, there, ranks)
         self.here, self.there = self.decode, self.prefill
         self._ingresses = {self.here: self.ingress, self.there: Ingress(self._context, self.there.server)}
@@ -96,18 +94,6 @@ class Caches(Pair):
     ) -> int:
         return self.end(engine, self.start(engine, tokens, holder, held, **more))
 
-    def hottest(self, engine: Engine) -> HotPrefixes:
-        """What an engine answers to a new replica."""
-        self.lists.clear()
-        engine.send(ListHotPrefixes(4))
-        self.wait_for(lambda: bool(self.lists))
-        return self.lists[0]
-
-    def _handle(self, engine: Engine, notice: Notice) -> None:
-        if isinstance(notice, Answer):
-            self.lists.append(msgspec.msgpack.decode(notice.answer, type=HotPrefixes))
-        super()._handle(engine, notice)
-
     def check(self, config: EngineConfig) -> None:
         assert self.answers == alone(config, self.requests)
         self.settle()
@@ -128,23 +114,6 @@ def test_a_prompt_that_continues_one_of_another_engine_has_the_same_bits(tmp_pat
         stats = caches.here.server._core.stats()
         assert (stats.record(FetchStats).fetches, stats.record(FetchStats).fetched_tokens) == ({"received": 1}, cached)
         caches.check(make_config(config.model, fetching=False, dtype=dtype))
-
-
-def test_a_new_engine_fetches_the_prefix_that_the_other_one_uses_most(ranks):
-    config = make_config("pocket")
-    with Caches(config, config, ranks) as caches:
-        for last in (5, 6, 7):
-            caches.ask(caches.there, [*prompt(LENGTH), last])
-        found = caches.hottest(caches.there)
-        (prefix,) = found.prefixes
-        assert prefix.token_ids == prompt(LENGTH)[: LENGTH // 16 * 16] and prefix.uses == 2
-        assert prefix.num_bytes == len(prefix.token_ids) // 16 * caches.there.scheduler.kv_cache.pool.block_bytes
-        caches.ask(
-            caches.here, prefix.token_ids, holder=caches.there, held=len(prefix.token_ids), params={"max_tokens": 1}
-        )
-        assert caches.here.server._core.stats().record(FetchStats).fetched_tokens == len(prefix.token_ids) - 16
-        assert caches.ask(caches.here, [*prompt(LENGTH), 8]) == len(prefix.token_ids)
-        caches.check(make_config("pocket", fetching=False))
 
 
 @pytest.mark.parametrize(
