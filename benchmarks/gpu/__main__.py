@@ -201,7 +201,8 @@ def main() -> int:
     if given.plan:
         print(plan.table(plan.plan(given.plan)), end="")
         return 0
-    chosen, limit_s = (FIRST, given.limit or FIRST_S) if given.first else (PARTS, given.limit or BENCH_S)
+    chosen, limit_s = (FIRST, FIRST_S) if given.first else (PARTS, BENCH_S)
+    limit_s = limit_s if given.limit is None else given.limit
     if unknown := set(given.only) - {part.name for part in chosen}:
         parser.error(f"--only: {', '.join(sorted(unknown))}: not among {'; '.join(part.name for part in chosen)}")
     if not (found := gpus()):
