@@ -41,8 +41,8 @@ from engine import pocket
 from engine.assembly.build import build_engine
 from engine.clock import Clock
 from engine.config import EngineConfig
+from engine.parts.tape.engine_tape import tape_with_key
 from engine.parts.tape.file import pack_tapes, read_tapes
-from engine.parts.tape.ring import tape_with_key
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.serve.serve_run import ServeRun, wait_until

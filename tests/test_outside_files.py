@@ -27,8 +27,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, StartupError
 from engine.kv_offload.disk import DiskFolder
 from engine.kv_offload.sealing import Sealer
+from engine.parts.tape.engine_tape import EngineTape
 from engine.parts.tape.kept_tapes import KeptTapes
-from engine.parts.tape.ring import EngineTape
 from engine.parts.tape.shared_copy import SharedCopy, keep_copies_of, keep_orphans
 from engine.user_folder import is_own_file
 from tests.prepared_places import (

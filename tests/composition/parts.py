@@ -12,7 +12,7 @@ import msgspec
 from cluster.lab.tape.replay import Replay
 from engine.options.experts import EPLBConfig
 from engine.parts.costs.cost_ledger import CostLedger
-from engine.parts.tape.ring import EngineTape, tape_with_key
+from engine.parts.tape.engine_tape import EngineTape, tape_with_key
 from engine.wire.part_record import PartRecord, encoded
 from engine.wire.parts.costs import ReportCost
 from engine.wire.parts.experts import SharedSteps

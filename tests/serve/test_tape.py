@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from cluster.lab.explorer.outcome import EngineOutcome, replay_whole
+from engine.parts.tape.engine_tape import EngineTape
 from engine.parts.tape.file import read_tapes
-from engine.parts.tape.ring import EngineTape
 from engine.parts.tape.shared_copy import remove_copies_of, shared_root
 from tests.models import make_model
 from tests.serve.serve_run import MANTA_SERVE, ServeRun, kill_all, wait_until

@@ -10,7 +10,7 @@ from cluster.lab.simulator.billing.costs import Costs
 from cluster.lab.tape.replay import Diverged, Failed, Replay
 from cluster.lab.tape.tapes import why_not
 from deployments.billing.prices import FREE, Prices
-from engine.parts.tape.ring import EngineTape
+from engine.parts.tape.engine_tape import EngineTape
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from deployments.billing.prices import Prices
 from engine.core.output import Event
 from engine.costs.step_cost import StepTimes, StepWork
 from engine.options.stages import StageOptions
-from engine.parts.tape.ring import EngineTape
+from engine.parts.tape.engine_tape import EngineTape
 from engine.wire.token_delta import TokenDelta
 
 

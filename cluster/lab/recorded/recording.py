@@ -26,9 +26,9 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.errors import InvalidParameter
 from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.tape.engine_tape import EngineTape
 from engine.parts.tape.file import read_all
 from engine.parts.tape.inputs import AddedShape
-from engine.parts.tape.ring import EngineTape
 from engine.wire.plan import StepPlan
 from engine.wire.sampling_params import seed_of
 

@@ -18,9 +18,7 @@ from engine.parts.kv_fetching.kv_fetching import split_names
 from engine.parts.snapshot_kinds import ORDINARY
 from engine.parts.tape.answers import NAMES, Answers, EndOfAnswers
 from engine.parts.tape.digest import UNFINISHED, digest
-from engine.parts.tape.inputs import CommitDetails, Detail, Ended, Shape, decoder, stop_token
-from engine.parts.tape.object_graph import UnknownState
-from engine.parts.tape.ring import (
+from engine.parts.tape.engine_tape import (
     AT,
     COMMIT,
     COMMITTED,
@@ -33,6 +31,8 @@ from engine.parts.tape.ring import (
     EngineTape,
     Segment,
 )
+from engine.parts.tape.inputs import CommitDetails, Detail, Ended, Shape, decoder, stop_token
+from engine.parts.tape.object_graph import UnknownState
 from engine.parts.tape.snapshot import dump, load
 from engine.wire.plan import StepPlan, StepResult
 from engine.wire.token_delta import FinishReason

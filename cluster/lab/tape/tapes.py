@@ -11,10 +11,10 @@ import msgspec
 from cluster.lab.tape.replay import Diverged
 from deployments.parts.tape.choice_record import RouterTape
 from engine.errors import InvalidParameter, ServingError
+from engine.parts.tape.engine_tape import EngineTape
 from engine.parts.tape.file import UNREADABLE, not_a_tape, read_file
 from engine.parts.tape.object_graph import UnknownState
 from engine.parts.tape.recorder import code_version
-from engine.parts.tape.ring import EngineTape
 
 
 def read_routers(files: Sequence[Path]) -> list[RouterTape]:

@@ -49,7 +49,7 @@ class LeftTapes:
             await asyncio.to_thread(self._write, tapes, reason)
 
     def _write(self, tapes: Sequence[bytes], reason: str) -> None:
-        from engine.parts.tape.ring import EngineTape
+        from engine.parts.tape.engine_tape import EngineTape
 
         kept = self._kept
         for data in tapes:

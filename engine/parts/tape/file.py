@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import InvalidParameter
-from engine.parts.tape.ring import EngineTape
+from engine.parts.tape.engine_tape import EngineTape
 
 MAX_RATIO = 64  # of a file that has been unpacked to the file itself; those of engines have 2 to 10
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

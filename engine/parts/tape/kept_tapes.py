@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from engine.config import EngineConfig
+from engine.parts.tape.engine_tape import EngineTape, tape_with_key
 from engine.parts.tape.file import pack_tapes
-from engine.parts.tape.ring import EngineTape, tape_with_key
 from engine.user_folder import given_folder, is_own_file, is_own_folder, own_folder, write_private
 
 

@@ -249,7 +249,8 @@ class GraphReader:
 
     def read(self, data: bytes) -> list[Any]:
         """Return what was given to GraphWriter.write. Raises UnknownState."""
-        check_schema(data, self._kinds)
+        if data[:SCHEMA_BYTES] != self._kinds.schema:
+            raise UnknownState("another version has written it, whose scheduler consists of other parts")
         try:
             return self._read(GRAPH.decode(memoryview(data)[SCHEMA_BYTES:]))
         except UnknownState:
@@ -333,12 +334,6 @@ class GraphReader:
         if zeros.count < 0 or self._num_zeros > MAX_ZEROS:
             raise UnknownState(f"more than {MAX_ZEROS} tokens")
         return array("I", bytes(4 * zeros.count)) if zeros.packed else [0] * zeros.count
-
-
-def check_schema(data: bytes, kinds: Kinds) -> None:
-    """Raise UnknownState if another version has written a graph. Looks at nothing but its first bytes."""
-    if data[:SCHEMA_BYTES] != kinds.schema:
-        raise UnknownState("another version has written it, whose scheduler consists of other parts")
 
 
 def with_changed_hashes(data: bytes, change: Callable[[bytes], bytes]) -> bytes:

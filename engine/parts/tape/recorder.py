@@ -35,6 +35,7 @@ from engine.parts.snapshot_kinds import NO_TOKEN, ORDINARY
 from engine.parts.speculation.speculator import Speculator, unwatched
 from engine.parts.tape.answers import DrafterWatch, TapedGrammar, TapedNames
 from engine.parts.tape.digest import NOTHING, UNFINISHED, WHOLE, digest, digest_of_last
+from engine.parts.tape.engine_tape import COMMIT, COMMITTED, PLAN, PLANNED, Cause, EngineTape, Segment
 from engine.parts.tape.inputs import (
     AbortedShape,
     AddedRemoteShape,
@@ -50,18 +51,7 @@ from engine.parts.tape.inputs import (
     stop_token,
 )
 from engine.parts.tape.kept_tapes import KeptTapes
-from engine.parts.tape.ring import (
-    COMMIT,
-    COMMITTED,
-    PLAN,
-    PLANNED,
-    Cause,
-    EngineTape,
-    Ring,
-    Segment,
-    detail_entry,
-    hashes_entry,
-)
+from engine.parts.tape.ring import Ring, detail_entry, hashes_entry
 from engine.parts.tape.shared_copy import NoCopy, open_copy
 from engine.parts.tape.snapshot import KINDS, dump
 from engine.wire.handoff import BlocksAsked, Failed, HandoffEvent, Received

@@ -21,8 +21,9 @@ from struct import Struct
 import msgspec
 
 from engine.core.request import Request
+from engine.parts.tape.engine_tape import HEAD, EngineTape, Segment
 from engine.parts.tape.kept_tapes import KeptTapes, file_name
-from engine.parts.tape.ring import HEAD, EngineTape, Segment, hashes_entry
+from engine.parts.tape.ring import hashes_entry
 from engine.user_folder import is_own_folder, new_private_file, own_folder
 from engine.wire.block_hash import BLOCK_HASH_BYTES
 

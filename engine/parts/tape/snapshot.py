@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -43,10 +42,7 @@ from engine.parts.tape.object_graph import (
     GraphWriter,
     Kinds,
     UnknownState,
-    check_schema,
-    with_changed_hashes,
 )
-from engine.wire.block_hash import BLOCK_HASH_BYTES
 from engine.wire.parts.images import PromptImages, images_in
 from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.plan import BlockChange, StepPlan
@@ -155,17 +151,3 @@ def load(state: bytes, answers: Answers) -> tuple[Scheduler, StepTimes]:
         raise UnknownState("it is no scheduler")
     scheduler, times = roots
     return scheduler, times
-
-
-def with_key(state: bytes, key: bytes) -> bytes:
-    """Return a state in which every hash is replaced by a hash with a key, so that nobody can confirm a guess. Raises
-    UnknownState."""
-    check_schema(state, KINDS)
-    return with_changed_hashes(state, partial(hashes_with_key, key=key))
-
-
-def hashes_with_key(hashes: bytes, key: bytes) -> bytes:
-    """Replace each of some joined hashes by one with a key."""
-    size = BLOCK_HASH_BYTES
-    parts = (hashes[i : i + size] for i in range(0, len(hashes), size))
-    return b"".join(blake2b(part, digest_size=size, key=key).digest() for part in parts)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # `manta --help` need not wait for them
     from cluster.lab.explorer.routes import RouterOutcome
     from deployments.billing.prices import Prices
     from deployments.parts.tape.choice_record import RouterTape
-    from engine.parts.tape.ring import EngineTape
+    from engine.parts.tape.engine_tape import EngineTape
 
 tape = typer.Typer(no_args_is_help=True, help="What the schedulers of a running cluster have decided (docs/replay.md).")
 

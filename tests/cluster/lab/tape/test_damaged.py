@@ -12,10 +12,11 @@ from cluster.lab.tape import replay_limits as limits
 from cluster.lab.tape.replay import Diverged, Replay
 from cluster.lab.tape.replay_limits import TapeTooExpensive, replay_limits, watched
 from engine.errors import InvalidParameter
+from engine.parts.tape.engine_tape import EngineTape, Segment, tape_with_key
 from engine.parts.tape.file import MIN_BYTES, TapeFile, pack_tapes, read_tapes
 from engine.parts.tape.inputs import AddedShape
 from engine.parts.tape.object_graph import SCHEMA_BYTES, UnknownState
-from engine.parts.tape.ring import EngineTape, Segment, record_entry, tape_with_key
+from engine.parts.tape.ring import record_entry
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.parts.tape.taped import KEY, TapedHarness

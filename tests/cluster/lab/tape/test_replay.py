@@ -18,8 +18,9 @@ from engine.core.scheduler import Scheduler
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.kv_fetching.kv_fetching import split_names
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
+from engine.parts.tape.engine_tape import EngineTape, tape_with_key
 from engine.parts.tape.recorder import SETTLED
-from engine.parts.tape.ring import EngineTape, Ring, tape_with_key
+from engine.parts.tape.ring import Ring
 from engine.spec_decode.ngram import NgramDrafter
 from engine.wire.block_hash import block_hashes
 from engine.wire.generate_request import GenerateRequest

@@ -17,7 +17,7 @@ from deployments.parts.tape.questions import (
 )
 from deployments.replicas.pools import ReplicaQuestion
 from deployments.replicas.replica_part import ReplicaPart
-from engine.parts.tape.ring import tape_with_key
+from engine.parts.tape.engine_tape import tape_with_key
 from engine.wire.parts.tape import TakeTape
 from tests.deployments.fake_api import FakeApi
 

@@ -8,8 +8,8 @@ import pytest
 
 from deployments.parts.tape.left_tapes import LeftTapes
 from engine.config import EngineConfig
+from engine.parts.tape.engine_tape import EngineTape
 from engine.parts.tape.file import read_tapes
-from engine.parts.tape.ring import EngineTape
 from tests.engine.parts.tape.test_shared_copy import harness_in, kept, root, work
 
 __all__ = ["kept", "root"]

@@ -10,9 +10,10 @@ import pytest
 from deployments.frontend.api_keys import hash_key
 from deployments.http.middleware import AuthConfig
 from engine.costs.step_cost import StepTimes
+from engine.parts.tape.engine_tape import EngineTape, Segment
 from engine.parts.tape.file import TapeFile
 from engine.parts.tape.object_graph import GraphWriter
-from engine.parts.tape.ring import EngineTape, Segment, hashes_entry
+from engine.parts.tape.ring import hashes_entry
 from engine.parts.tape.snapshot import KINDS
 from tests.cluster.lab.recorded.taped_engine import record
 from tests.deployments.fake_api import fake_api

@@ -12,10 +12,10 @@ from cluster.lab.tape.replay import Replay
 from engine.clock import Clock
 from engine.costs.step_cost import StepTimes
 from engine.parts.speculation.speculator import Speculator
+from engine.parts.tape.engine_tape import EngineTape, tape_with_key
 from engine.parts.tape.kept_tapes import KeptTapes
 from engine.parts.tape.object_graph import Kinds
 from engine.parts.tape.recorder import Tape
-from engine.parts.tape.ring import EngineTape, tape_with_key
 from engine.parts.tape.shared_copy import SHARED_MEMORY, read_copy
 from engine.parts.tape.snapshot import KINDS
 from tests.fake_caches import CacheHarness, TieredCacheHarness

@@ -9,7 +9,7 @@ import msgspec
 from cluster.lab.tape.replay import Replay
 from engine.config import EngineConfig
 from engine.options.handoff import HandoffConfig
-from engine.parts.tape.ring import EngineTape, tape_with_key
+from engine.parts.tape.engine_tape import EngineTape, tape_with_key
 from tests.engine.kv_transfer.pair import Engine, Pair
 from tests.engine.parts.tape.taped import KEY
 from tests.rank_pool import RankPool

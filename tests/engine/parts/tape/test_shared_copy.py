@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from engine.parts.tape import shared_copy
+from engine.parts.tape.engine_tape import EngineTape
 from engine.parts.tape.file import read_tapes
 from engine.parts.tape.kept_tapes import KeptTapes
-from engine.parts.tape.ring import EngineTape
 from engine.parts.tape.shared_copy import (
     KILLED,
     SHARED_MEMORY,

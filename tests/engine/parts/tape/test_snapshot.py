@@ -14,10 +14,10 @@ from cluster.lab.tape.replay import Replay
 from engine.core.door.journal import Journal
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.tape.answers import STAND_INS, Answers
+from engine.parts.tape.engine_tape import EngineTape, Segment
 from engine.parts.tape.file import pack_tapes, read_tapes
 from engine.parts.tape.object_graph import UnknownState, fields_of
 from engine.parts.tape.recorder import code_version
-from engine.parts.tape.ring import EngineTape, Segment
 from engine.parts.tape.snapshot import CHANGES, KINDS, load
 from tests.engine.parts.tape.taped import TapedHarness
 

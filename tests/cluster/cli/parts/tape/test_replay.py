@@ -19,9 +19,9 @@ from deployments.routing.config import RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest
 from engine.core.scheduler import Scheduler
 from engine.errors import InvalidParameter
+from engine.parts.tape.engine_tape import EngineTape, Segment
 from engine.parts.tape.file import pack_tapes, read_file, read_tapes
 from engine.parts.tape.recorder import code_version
-from engine.parts.tape.ring import EngineTape, Segment
 from tests.cluster.lab.recorded.taped_engine import record
 
 
