@@ -121,6 +121,11 @@ class KeyQuota:
         self.shared.change(self._all, self._wall())
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no request runs or asks, and the store has everything."""
+        return not self._asks and self.shared.is_settled
+
+    @property
     def ends_running(self) -> bool:
         return self.limits.ends_running_requests and bool(self.limits.budget_limits)
 

@@ -88,7 +88,7 @@ class Quotas:
             await asyncio.sleep(RENEW_S)
             keys = list(self._used)
             reached = await asyncio.gather(*(key.sync() for key in keys))
-            self._used -= {key for key, done in zip(keys, reached, strict=True) if done and key.shared.is_settled}
+            self._used -= {key for key, done in zip(keys, reached, strict=True) if done and key.is_settled}
 
 
 @contextmanager

@@ -212,6 +212,59 @@ async def test_what_a_request_uses_is_written_although_it_waited_long_before_it_
             await asyncio.sleep(0.01)
 
 
+class LateStore(MemoryStore):
+    """Answers later, and is asked to write."""
+
+    def __init__(self) -> None:
+        super().__init__(2**20)
+        self.writes, self.goes_on = 0, asyncio.Event()
+        self.goes_on.set()
+
+    async def get(self, key: str) -> bytes | None:
+        for _ in range(9):  # others run meanwhile
+            await asyncio.sleep(0)
+        return await super().get(key)
+
+    async def replace(self, key: str, expected: bytes | None, value: bytes, ttl_s: float) -> bool:
+        self.writes += 1
+        await self.goes_on.wait()
+        return await super().replace(key, expected, value, ttl_s)
+
+
+async def test_what_a_request_uses_is_written_although_it_asked_while_what_was_used_before_was_written(monkeypatch):
+    """Seed 33525038 of tests.days: nobody wrote any more when it ended."""
+    monkeypatch.setattr(quotas_module, "RENEW_S", 0.01)
+    store, size = LateStore(), RequestSize(5, 1, 20)
+    quotas = Quotas(store, {"small": KeyLimits(tpm_limit=99)})
+    bill = Bill(lambda: Used(True, 5, 1, 0.0, 0.0), at_once)
+
+    async def request(ends: asyncio.Event) -> None:
+        async with quotas.of("small").charged(size, bill):  # type: ignore[union-attr]
+            await ends.wait()
+
+    async def used() -> float:
+        (window,) = decode(await store.get(record_key("small")) or b"").windows.values()
+        return window.taken()
+
+    async with asyncio.timeout(20):
+        (ended := asyncio.Event()).set()
+        await request(ended)
+        store.goes_on.clear()
+        writes = store.writes
+        while store.writes == writes:  # until what it has used is written
+            await asyncio.sleep(0.001)
+        later = asyncio.create_task(request(ends := asyncio.Event()))
+        await asyncio.sleep(0)
+        store.goes_on.set()
+        while await used() != 6.0 + 25.0:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        ends.set()
+        await later
+        while await used() != 6.0 + 6.0:
+            await asyncio.sleep(0.001)
+
+
 async def test_a_budget_is_spent_by_what_requests_have_really_cost(tmp_path: Path):
     folder = make_model(tmp_path / "model", "llama", tokenizer=True)
     budget = BudgetLimit(budget_duration="1d", max_engine_seconds=1e-4)
