@@ -99,5 +99,5 @@ print(json.dumps([f"{number} {dtype}" for number, kernel in enumerate(CpuKernel.
     file = tmp_path / "compiled"
     run = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
     compiled = file.read_text().splitlines()
-    assert sorted(compiled) == sorted(json.loads(run.stdout))
+    assert sorted(set(compiled)) == sorted(json.loads(run.stdout)), "some are compiled as they are imported, too"
     assert {"torch.bfloat16", "torch.float32"} <= {line.split()[1] for line in compiled}
