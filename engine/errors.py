@@ -244,7 +244,7 @@ class UnsupportedArchitecture(StartupError):
 
 
 class OutOfMemory(StartupError):
-    """The KV cache or the experts of a lost engine would not fit, or a cache is too small for a single request."""
+    """The KV cache would not fit, or a cache is too small for a single request."""
 
     def __init__(self, message: str):
         super().__init__(message)

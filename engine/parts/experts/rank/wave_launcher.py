@@ -135,7 +135,8 @@ class WaveLauncher(Launcher):
                 self._take_wave()
         except BaseException as error:  # noqa: BLE001 - raised again by `launch` and `rest`
             self._fail(error)
-            self._waves.tell(Lost(str(error) or type(error).__name__))
+            if not (self._stopping and isinstance(error, EngineUnavailable)):  # else another engine has ended first
+                self._waves.tell(Lost(str(error) or type(error).__name__))
         else:
             self._fail(EngineUnavailable("the engine has ended"))
 
