@@ -45,7 +45,7 @@ test: $(INSTALLED) $(KERNELS) $(HELM)
 test-all: TEST_SEED ?= $(shell date +%s)
 test-all: $(INSTALLED) $(KERNELS) $(HELM)
 	@echo "TEST_SEED=$(TEST_SEED)"
-	TEST_SEED=$(TEST_SEED) $(TEST) -m 'not (slow and serve)'
+	TEST_SEED=$(TEST_SEED) $(TEST) -m 'not (slow and serve)' --ignore tests/engine/model/ops/gpu
 	TEST_SEED=$(TEST_SEED) $(BIN)/pytest -m 'slow and serve'
 	$(STAND_IN) -m ''
 

@@ -248,9 +248,9 @@ def test_a_drafter_on_the_last_stage_drafts_what_it_would_draft_on_one_rank(fold
     folder, options = folders[method]
     commit, found = Scheduler.commit, []
 
-    def watched(scheduler: Scheduler, result: StepResult, now: float) -> Any:
+    def watched(scheduler: Scheduler, result: StepResult, now: float, step_s: float) -> Any:
         found[-1] += result.drafts.values()
-        return commit(scheduler, result, now)
+        return commit(scheduler, result, now, step_s)
 
     monkeypatch.setattr(Scheduler, "commit", watched)
     for stages in (1, 3):
