@@ -166,6 +166,13 @@ class StepTimes(LoopObserver):
             "prefills": self.prefills,
         }
 
+    def observe_decodes(self, sequences: int, seconds: float, steps: int) -> None:
+        """Record steps in which as many sequences decode one token each. seconds: of one step."""
+        self._steps += steps
+        if (steps := min(steps, self._steps - WARM_UP_STEPS)) > 0:
+            self.by_tokens.observe(sequences, seconds, weight=sequences * steps)
+            self.by_sequences.observe_step(sequences, seconds)
+
     def observe_step(self, work: StepWork, seconds: float, draft_s: float = 0.0) -> None:
         """Record a step that took `seconds`, of which the drafter with weights took `draft_s`."""
         self._steps += 1

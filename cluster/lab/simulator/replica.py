@@ -221,9 +221,7 @@ class Replica:
         running = len(self.scheduler.queue.running)
         self.itl.add_steps([self._began, *ends], running)
         if self.times is not None:
-            mean_s = (ends[-1] - self._began) / steps
-            self.times.by_tokens.observe(running, mean_s, weight=running * steps)
-            self.times.by_sequences.observe_step(running, mean_s)
+            self.times.observe_decodes(running, (ends[-1] - self._began) / steps, steps)
         self.busy_s += ends[-1] - self._began
         self.meter.decodes(self.scheduler.queue.running, self._began, ends[-1])
         self._began = ends[-1]

@@ -63,6 +63,17 @@ def test_fast_forward_gives_the_same_times_and_the_same_caches_as_single_steps(s
     assert_equal(run(spec, trace, fast_forward), run(spec, trace, 0))
 
 
+def test_fast_forward_ends_the_warm_up_after_as_many_steps_in_which_costs_are_not_learned():
+    tier = TierSpec(name="host", blocks=50, bytes_per_s=1e9)
+    spec = small_cluster(num_blocks=100, tiers=[tier], max_num_seqs=1, router="round_robin")
+    prompts, outputs = np.ones(17, dtype=int), np.ones(17, dtype=int)
+    prompts[[0, 2, 4, 8]], outputs[[0, 2]] = [301, 1272, 161, 193], [20, 10]
+    ids = [[2] if i in (0, 4, 8) else [0] for i in range(17)]
+    ids[2] = [0, 31, 32]
+    trace = Trace("found", np.minimum(np.arange(17) // 2, 1).astype(float), prompts, outputs, ids)
+    assert_equal(run(spec, trace, 1), run(spec, trace, 0))
+
+
 def test_fast_forward_is_exact_where_requests_preempt_each_other():
     trace = Trace("tight", np.arange(12) * 0.01, np.full(12, 300), np.full(12, 150))
     slow, fast = (run(small_cluster(num_blocks=60), trace, fast_forward) for fast_forward in (0, 64))
