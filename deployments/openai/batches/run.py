@@ -136,11 +136,12 @@ class BatchRun:
         left = (request for request in file.requests() if request not in answers)
         first = await in_thread(next, left, None)
         number = 0 if first is None else first.number
-        if await self._begin(number) < MAX_CRASHES or first is None:
-            reason = await self._send_all(batch, chain([] if first is None else [first], left), answers)
-        else:
-            reason = "batch_failed"
+        if await self._begin(number) >= MAX_CRASHES and first is not None:
             batch.errors = BatchErrors([BatchError("server_error", CRASHED.format(line=number), None, number)])
+            await self._save()  # before any line has this error
+        reason: str | None = "batch_failed"
+        if batch.errors is None:
+            reason = await self._send_all(batch, chain([] if first is None else [first], left), answers)
         await in_thread(_write_rest, batch, reason, file, answers)
         await self._finish(batch, reason, answers)
 

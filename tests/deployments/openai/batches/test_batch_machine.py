@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -192,3 +193,13 @@ class BatchMachine(RuleBasedStateMachine):
 
 TestBatchMachine = BatchMachine.TestCase
 TestBatchMachine.settings = settings(max_examples=25, stateful_step_count=8)
+
+
+@pytest.mark.parametrize("third", range(30))
+def test_a_batch_that_ended_two_servers_has_failed_whenever_the_third_one_dies(third):
+    machine = BatchMachine()
+    machine.create([200])
+    for operations in (24, 12, third):  # twice at the same line
+        machine.work_and_die(operations, 0)
+        machine.counts_never_exceed_the_lines()
+    machine.teardown()
