@@ -174,7 +174,7 @@ def test_what_comes_with_the_first_token_is_kept_behind_the_timeline_of_a_reques
 @given(st.integers(0, 80), ENDS, st.integers(0, 80), ENDS)
 def test_nothing_is_lost_or_reordered_within_a_sequence(a, end_a, b, end_b):
     sent = [*sequence("a", a, end_a), *sequence("b", b, end_b)]
-    got = taken(list(sent))
+    got = taken(list(sent)) if sent else []  # else it would wait for one
     for name in ("a", "b"):
         before, after = ([d for d in deltas if d.request_id == name] for deltas in (sent, got))
         assert [t for d in after for t in d.token_ids] == [t for d in before for t in d.token_ids]
