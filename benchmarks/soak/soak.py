@@ -83,7 +83,9 @@ class Soak:
     def problems(self) -> list[str]:
         """Return what has grown, and what a client could not help."""
         found = list(self.visits.wrong)
-        found += [f"a request broke after {struck}" for struck in self.visits.broken if struck not in BREAKING]
+        for struck, errors in self.visits.broken.items():
+            if struck not in BREAKING:
+                found += [f"a request broke after {struck}: {error}" for error in errors]
         found += [f"{kind} lives on outside" for kind in self.after.strays]
         if self.held:
             found.append(f"{self.held:g} blocks or requests are held for nobody")

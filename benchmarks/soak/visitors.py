@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +14,8 @@ import httpx
 
 from tests.resuming_client import NOBODY_THERE, ResumingClient
 
-MODEL, ADAPTER, FREE, LIMITED = (
-    "pocket",
-    "pirate",
-    "free",
-    "limited",
-)  # model, adapter, and API keys without and with limits
+MODEL, ADAPTER = "pocket", "pirate"
+FREE, LIMITED = "free", "limited"  # API keys without and with limits
 LIMIT_S = 300.0  # for each request: longer is hanging
 PAUSE_S = 1.0  # before a client comes again that was turned away
 WORDS = ["ocean", "lamp", "winter", "dog", "music", "river", "stone", "letter"]
@@ -48,14 +44,14 @@ class Broken(Exception):
 
 @dataclass(slots=True)
 class Visits:
-    """answered, left, refused: requests by way. broken: by what was struck last. texts: that came to each body; more
-    than one is wrong, and `wrong` says so, as it does of every error that a client could not help with by asking
-    again."""
+    """answered, left, refused: requests by way. broken: errors by what was struck last. texts: that came to each
+    body; more than one is wrong, and `wrong` says so, as it does of every error that a client could not help with by
+    asking again."""
 
     answered: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    broken: Counter[str] = field(default_factory=Counter)
+    broken: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     texts: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
@@ -101,8 +97,8 @@ class Visitors:
             way = rng.choice(self._ways)
             try:
                 await asyncio.wait_for(way(self._http, rng), 2 * LIMIT_S)
-            except (Broken, httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError):
-                self.visits.broken[self._struck()] += 1
+            except (Broken, httpx.RemoteProtocolError, httpx.ReadError, httpx.ConnectError) as error:
+                self.visits.broken[self._struck()].append(f"{way.__name__}: {error!r}")
                 await asyncio.sleep(PAUSE_S)
             except Exception as error:  # noqa: BLE001  what a client could not help is what is looked for
                 self.visits.wrong.append(f"{way.__name__} after {self._struck()}: {error!r}")
