@@ -100,8 +100,9 @@ BY_PATH = {
     "DELETE /v1/responses/{name}": ("response", "background", "of_a_batch"),
     "GET /v1/streams/{name}": ("stream",),
 }
-# the second has times, and no text; the third ends nothing of another key (test_hold_requests.py)
-NOT_STORED = ("/v1/models/{name}", "/debug/requests/{name}", "/v1/holds/{name}")
+# the second has times, and no text; the third ends nothing of another key (test_hold_requests.py); the
+# fourth has decisions, and no text
+NOT_STORED = ("/v1/models/{name}", "/debug/requests/{name}", "/v1/holds/{name}", "/debug/tapes/{name}")
 LISTS = ("/v1/files", "/v1/batches")
 # every way in which a request for a response, over HTTP or as a line of a batch, names something stored
 REFERENCES = {
