@@ -39,16 +39,15 @@ class ExpertExchange:
     ):
         """hosts: the same ranks, which tell each other sizes in host memory, so that no step waits for the device to
         end the one before; None if `ranks` can."""
-        self._width, self._hosts = ranks_per_engine, hosts or ranks
+        self._ranks, self._width, self._hosts = ranks, ranks_per_engine, hosts or ranks
         self._counts: list[int] | None = None
-        self.members = Members(ranks, ranks_per_engine, measured=True)
-        self._exchange = open_exchange(self.members)
+        self.choose(open_exchange)
         self.sizes: list[StepSize | None] = []  #: of each engine's step, as told in the last call of `begin`
         self.states: list[int] = []  #: what each rank has told in the last call of `begin`
 
     def choose(self, open_exchange: Callable[[Members], Exchange]) -> None:
         """Exchange in this way from now on."""
-        self.members = Members(self.members.ranks, self._width, measured=self._counts is None)
+        self.members = Members(self._ranks, self._width, measured=self._counts is None)
         self._exchange = open_exchange(self.members)
 
     @property
