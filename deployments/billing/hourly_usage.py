@@ -26,7 +26,7 @@ class UsageLine(msgspec.Struct, frozen=True):
 
 
 class HourlyUsage:
-    """Sums of one ingress, of today and yesterday. Yesterday is kept because a clock may be set back."""
+    """Sums of one ingress, of today and yesterday: reports go back for a day, and a clock may be set back."""
 
     def __init__(self, wall: Callable[[], float] = SYSTEM_CLOCK.wall):
         """wall: returns seconds since 1970."""
