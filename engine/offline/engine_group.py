@@ -83,13 +83,7 @@ def engine_name(number: int) -> str:
 class EngineGroup:
     """Gives each request to the engine with the fewest. Used by one thread."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        ranks: ConnectedGroup,
-        inbox: Inbox,
-        ranks_per_engine: int,
-    ):
+    def __init__(self, core: EngineCore, ranks: ConnectedGroup, inbox: Inbox, ranks_per_engine: int):
         """core: the first engine. ranks: all ranks of all engines. Waits until all engines have loaded. Raises
         StartupError."""
         self._core, self._inbox = core, inbox

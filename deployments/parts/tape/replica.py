@@ -43,9 +43,8 @@ class ReplicaTapes(ReplicaPart):
 
     async def _of_engines(self, key: bytes) -> list[bytes]:
         """Return the tape of each engine that records one, its hashes with this key. Raises EngineUnavailable."""
-        from engine.parts.tape.engine_tape import (
-            tape_with_key,  # only an operator needs it, so replicas start without it
-        )
+        # only an operator needs it, so replicas start without it
+        from engine.parts.tape.engine_tape import tape_with_key
 
         taken = [msgspec.msgpack.decode(tape) for tape in await self._engines.ask(TakeTape(), ENGINE_TIMEOUT_S)]
         return await asyncio.gather(*(asyncio.to_thread(tape_with_key, tape, key) for tape in taken if tape))

@@ -37,12 +37,7 @@ from engine.parts.snapshot_kinds import ORDINARY, SnapshotKinds, Zeros
 from engine.parts.table import part_modules
 from engine.parts.tape.answers import STAND_INS, Answers, DrafterWatch, TapedDrafter, TapedGrammar, TapedNames
 from engine.parts.tape.inputs import params_without_text, remote_without_text
-from engine.parts.tape.object_graph import (
-    GraphReader,
-    GraphWriter,
-    Kinds,
-    UnknownState,
-)
+from engine.parts.tape.object_graph import GraphReader, GraphWriter, Kinds, UnknownState
 from engine.wire.parts.images import PromptImages, images_in
 from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.plan import BlockChange, StepPlan

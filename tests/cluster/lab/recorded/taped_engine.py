@@ -6,16 +6,12 @@ import itertools
 import json
 from pathlib import Path
 
-import msgspec
-
-from deployments.parts.tape.choice_record import RecordedChoice, RecordedEngine, RouterTape
-from deployments.routing.cost import RoutingCost
 from engine.assembly.build import build_engine
 from engine.clock import Clock
 from engine.config import EngineConfig
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.tape.engine_tape import tape_with_key
-from engine.parts.tape.file import pack_tapes, read_file
+from engine.parts.tape.file import pack_tapes
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.sampling_params import SamplingParams
 from tests.models import make_model
@@ -48,38 +44,3 @@ def record(folder: Path, engine_id: str) -> Path:
     file.with_suffix(".json").write_text(json.dumps(core.observers[CostLedger].seconds), encoding="utf-8")
     core.close()
     return file
-
-
-def with_a_choice(file: Path) -> Path:
-    """Return a file with the same tape and that of a router, which has chosen once before."""
-    choice = RecordedChoice(
-        at=1.0,
-        request_id="r0",
-        num_tokens=10,
-        num_blocks=2,
-        images=(),
-        has_session=False,
-        has_adapter=False,
-        engines=["engine-1"],
-        unhealthy=[],
-        home=None,
-        memory="",
-        drawn=[],
-        orders=[],
-        known={"engine-1": RecordedEngine(0, 0, 0, 4, 40, 0, 0, holds_adapter=False)},
-        ranked=["engine-1"],
-        reason="one engine",
-        cached_tokens=0,
-        holder="",
-        moves=False,
-    )
-    router = RouterTape(
-        router="ingress-1",
-        role="decode",
-        policy="prefix_aware",
-        cost=RoutingCost(block_size=4, prefix_weight=2.0, running_weight=0.25),
-        choices=[msgspec.msgpack.encode(choice)],
-    )
-    found = file.with_name(f"routed-{file.name}")
-    found.write_bytes(pack_tapes(read_file(file).engines, [msgspec.msgpack.encode(router)]))
-    return found
