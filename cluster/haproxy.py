@@ -11,7 +11,15 @@ import signal
 import sys
 from pathlib import Path
 
-from cluster.haproxy_config import closed_to_others, limited, over_tls, rewritten, with_header, without_fallback
+from cluster.haproxy_config import (
+    closed_to_others,
+    limited,
+    over_tls,
+    rewritten,
+    with_header,
+    with_successor,
+    without_fallback,
+)
 from deployments.http.server_header import NODE_HEADER, SERVER_HEADER, SERVER_VARIABLE
 
 MAX_CONNECTIONS = 20_000
@@ -43,7 +51,7 @@ def configured(text: str, memory: Path) -> str:
     need not exist, and is rewritten."""
     text, ingresses = without_fallback(text, json.loads(memory.read_text()) if memory.exists() else {})
     memory.write_text(json.dumps(ingresses))
-    text = limited(closed_to_others(rewritten(text)), connections())
+    text = limited(closed_to_others(with_successor(rewritten(text))), connections())
     if SERVER_VARIABLE in os.environ:
         text = with_header(text, SERVER_HEADER, os.environ[SERVER_VARIABLE])
     if (node := node_id()) is not None:

@@ -93,6 +93,27 @@ def with_header(config: str, header: str, value: str) -> str:
     return _changed(config, r"(?m)^(frontend http_frontend\n\s*bind .*\n)", rf"\g<1>{line}")
 
 
+def with_successor(config: str) -> str:
+    """Return Ray's configuration, changed so that a replaced process passes requests on to its successor, which has the
+    same address, if it knows no ingress that is up, or not the application.
+
+    Ray keeps clients' idle connections to a replaced process open until their next answer. From a process that knows
+    only the ingresses of its own time, that answer may be 503 or 404.
+    """
+    bind = re.search(r"(?m)^frontend http_frontend\n\s*bind (.*):(\d+)$", config)
+    assert bind is not None, "Ray's configuration has no frontend"
+    host = bind[1].replace("0.0.0.0", "127.0.0.1")
+    config = re.sub(
+        r"(?m)^( *use_backend )(\S+)( if .*)$",
+        r"\1successor\3 { stopping } { nbsrv(\2) eq 0 }\n\g<0>",
+        config,
+    )
+    unknown = "    use_backend successor if { stopping }\n"
+    config = _changed(config, r"(?m)^( *default_backend default_backend\n)", rf"{unknown}\1")
+    backend = f"backend successor\n    server successor {host}:{bind[2]}\n"
+    return _changed(config, r"(?m)^(backend default_backend\n)", rf"{backend}\1")
+
+
 def without_fallback(config: str, ingresses: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Return Ray's configuration without Serve's own proxy as a fallback; also return the ingresses that it then names.
 

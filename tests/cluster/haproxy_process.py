@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -48,6 +49,37 @@ def rendered(
     api = HAProxyApi(config, applications, f"{folder}/haproxy.cfg")
     api._generate_config_file_internal()
     return Path(api.config_file_path)
+
+
+@contextmanager
+def replaceable(
+    first: dict[str, BackendConfig], second: dict[str, BackendConfig], environment: dict[str, str] | None = None
+) -> Iterator[tuple[int, Callable[[], object]]]:
+    """Run HAProxy for the first applications. Yields its port, and what replaces it, as Ray does when an application
+    changes, by one for the second applications."""
+    port, metrics_port = free_port(), free_port()
+    with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder, ExitStack() as stack:
+
+        def start(applications: dict[str, BackendConfig], *more: str) -> subprocess.Popen[bytes]:
+            config = rendered(applications, Path(folder), port=port, metrics_port=metrics_port)
+            command = [ray_environment()[haproxy.BINARY_PATH], "-db", "-f", str(config), *more]
+            process = subprocess.Popen(command, env=os.environ | (environment or {}), stderr=subprocess.DEVNULL)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            wait_until(lambda: answers(folder, process.pid))
+            return process
+
+        old = start(first)
+        yield port, lambda: start(second, "-sf", str(old.pid), "-x", f"{folder}/admin.sock")
+
+
+def answers(folder: str, pid: int) -> bool:
+    """Whether it is the process that answers at the admin socket."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as admin:
+        admin.connect(f"{folder}/admin.sock")
+        admin.sendall(b"show info\n")
+        return f"\nPid: {pid}\n".encode() in b"".join(iter(lambda: admin.recv(10_000), b""))
+    return False
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from http.client import HTTPConnection, HTTPSConnection
 
 import httpx
 import psutil
@@ -21,7 +23,7 @@ from ray.serve._private.haproxy import BackendConfig, ServerConfig
 from cluster import haproxy
 from cluster.ray_environment import tls_environment
 from deployments.http.server_header import NODE_HEADER, SERVER_HEADER, SERVER_VARIABLE
-from tests.cluster.haproxy_process import needs_haproxy, rendered, running
+from tests.cluster.haproxy_process import needs_haproxy, rendered, replaceable, running
 from tests.deployments.openai.bad_requests import Bad
 from tests.serve.serve_run import free_port, wait_until
 
@@ -106,6 +108,40 @@ def test_requests_tell_ingresses_which_server_and_node_they_were_sent_to():
     assert all(b"x-manta-node: 1a2b" in head for head in heads)
 
 
+@pytest.mark.parametrize("tls", [False, True])
+def test_request_on_a_connection_that_outlives_its_haproxy_is_answered(tls, certificate):
+    """By ingresses that the old process knows while one is up, else by those of the process that replaced it."""
+    https = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    https.load_cert_chain(certificate.certfile, certificate.keyfile)
+    trusting = ssl.create_default_context(cafile=str(certificate.certfile))
+    files = {"ssl_certfile": str(certificate.certfile), "ssl_keyfile": str(certificate.keyfile)}
+    environment = tls_environment(files) if tls else {}
+    with ExitStack() as stack, ExitStack() as old_ingress:
+        new, old = (
+            until.enter_context(ingress_that(lambda client: client.sendall(ANSWER), https if tls else None))
+            for until in (stack, old_ingress)
+        )
+        later = {"a": application("a", new), "added": application("added", new)}
+        port, replace = stack.enter_context(replaceable({"a": application("a", old)}, later, environment))
+        connect = partial(HTTPSConnection, context=trusting) if tls else HTTPConnection
+        wait_until(lambda: answer(connect("localhost", port, timeout=20), "/a/b") == (200, True))
+        idle = [connect("localhost", port, timeout=20) for _ in range(60)]
+        assert all(answer(connection, "/a/b") == (200, True) for connection in idle)
+        replace()
+        assert answer(idle.pop(), "/a/b") == (200, False)
+        assert answer(idle.pop(), "/added/b") == (200, False)
+        old_ingress.close()
+        wait_until(lambda: answer(idle.pop(), "/a/b") == (200, False), timeout_s=20)  # once a check found it gone
+
+
+def answer(connection: HTTPConnection, path: str) -> tuple[int, bool]:
+    """Its status, and whether the connection stays open."""
+    connection.request("GET", path)
+    response = connection.getresponse()
+    response.read()
+    return response.status, not response.will_close
+
+
 def application(name: str, port: int) -> BackendConfig:
     server = ServerConfig(name=f"server-{name}", host="127.0.0.1", port=port)
     return BackendConfig(name=name, path_prefix=f"/{name}", app_name=name, servers=[server], timeout_server_s=1)
@@ -144,9 +180,11 @@ def ingress_that(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)
         thread.start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(60)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(60)
 
 
 def test_with_a_certificate_clients_and_ingresses_are_spoken_to_over_tls(certificate):
