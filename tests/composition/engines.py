@@ -108,13 +108,19 @@ class Session:
     cores: list[EngineCore]
 
     def __init__(self, tokenizer: ChatTokenizer):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._batches = tokenizer, 0
 
     def ask(self, asked: Sequence[Asked], again: bool = False) -> dict[str, Stream]:
         """Answer a batch, by request id. again: whether its prompts continue those of another. Raises ServingError if
         one of the requests is refused."""
-        streams = {each.message.request_id: Stream(each, self._tokenizer) for each in asked}
-        self._run([each.message for each in asked], streams, again)
+        self._batches += 1  # a delta of an earlier batch, whose sequence the frontend has ended, may still come
+        own = [each.message.request_id for each in asked]
+        sent = [f"{name} of {self._batches}" for name in own]
+        messages = [
+            msgspec.structs.replace(each.message, request_id=name) for each, name in zip(asked, sent, strict=True)
+        ]
+        streams = {name: Stream(each, self._tokenizer) for each, name in zip(asked, sent, strict=True)}
+        self._run(messages, streams, again)
         assert all(stream.ended for stream in streams.values())
         for core in self.cores:
             core.scheduler.check()
@@ -124,7 +130,7 @@ class Session:
             assert not core.scheduler.queue.live and stats.blocks_used == (holds.device_blocks if holds else 0), (
                 "something is left behind"
             )
-        return streams
+        return dict(zip(own, streams.values(), strict=True))
 
     def stats(self) -> list[EngineStats]:
         """Of the engine that clients ask, then of the others in this process."""
@@ -177,7 +183,8 @@ class BehindPrefill(Session):
             ingress.send(Add(msgspec.structs.replace(message, reply_to=ingress.address)))
         while not all(stream.ended for stream in streams.values()):
             for delta in ingress.receive().deltas:
-                if (reason := streams[delta.request_id].take(delta)) is not None:
+                stream = streams.get(delta.request_id)
+                if stream is not None and (reason := stream.take(delta)) is not None:
                     ingress.send(Abort(delta.request_id, reason))
         self._pair.settle()
 
@@ -263,6 +270,8 @@ class BetweenReplicas(Session):
         while not all(stream.ended for stream in streams.values()):
             for delta in self._receive():
                 name = delta.request_id.partition(".")[0]
+                if name not in streams:
+                    continue
                 retry, stream = retries[name], streams[name]
                 if delta.error is not None and delta.error.code == "moved":
                     if not stream.ended:
