@@ -100,18 +100,18 @@ def with_successor(config: str) -> str:
     Ray keeps clients' idle connections to a replaced process open until their next answer. From a process that knows
     only the ingresses of its own time, that answer may be 503 or 404.
     """
-    bind = re.search(r"(?m)^frontend http_frontend\n\s*bind (.*):(\d+)$", config)
-    assert bind is not None, "Ray's configuration has no frontend"
-    host = bind[1].replace("0.0.0.0", "127.0.0.1")
-    config = re.sub(
+    frontend = re.search(r"(?ms)^frontend http_frontend\n\s*bind (\S*):(\d+)$.*?(?=^backend )", config)
+    assert frontend is not None, "Ray's configuration has no frontend"
+    host = frontend[1].replace("0.0.0.0", "127.0.0.1")
+    rules = re.sub(
         r"(?m)^( *use_backend )(\S+)( if .*)$",
         r"\1successor\3 { stopping } { nbsrv(\2) eq 0 }\n\g<0>",
-        config,
+        frontend[0],
     )
     unknown = "    use_backend successor if { stopping }\n"
-    config = _changed(config, r"(?m)^( *default_backend default_backend\n)", rf"{unknown}\1")
-    backend = f"backend successor\n    server successor {host}:{bind[2]}\n"
-    return _changed(config, r"(?m)^(backend default_backend\n)", rf"{backend}\1")
+    rules = _changed(rules, r"(?m)^( *default_backend )", rf"{unknown}\1")
+    backend = f"backend successor\n    server successor {host}:{frontend[2]}\n"
+    return config[: frontend.start()] + rules + backend + config[frontend.end() :]
 
 
 def without_fallback(config: str, ingresses: dict[str, str]) -> tuple[str, dict[str, str]]:
