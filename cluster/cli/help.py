@@ -22,7 +22,7 @@ class App(typer.Typer):
         super().__init__(cls=CommandGroup, rich_markup_mode=None, no_args_is_help=True, **settings)
 
     def command(self, name: str | None = None, *, cls: type[TyperCommand] | None = None, **settings: Any) -> Any:
-        return super().command(name, cls=cls or Command, **settings)
+        return super().command(name, cls=cls or CliCommand, **settings)
 
 
 class CommandGroup(TyperGroup):
@@ -37,7 +37,7 @@ class CommandGroup(TyperGroup):
                 formatter.write_dl(rows)
 
 
-class Command(TyperCommand):
+class CliCommand(TyperCommand):
     """A command with vLLM's spellings of `--help`: of many flags it shows the first ones and the names of groups,
     `--help=GROUP` a group, `--help=WORD` the flags whose names contain the word, and `--help=all` everything."""
 
