@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cluster.config.flag_groups import FIRST, GROUP_OF, GROUPS
+from cluster.config.flag_groups import COMMON, GROUP_OF, GROUPS
 from engine.errors import InvalidParameter
 
 TOPIC = f"{__name__}.topic"  # key of what `--help=` asks for, in a context's `meta`
@@ -38,7 +38,7 @@ class CommandGroup(TyperGroup):
 
 
 class CliCommand(TyperCommand):
-    """A command with vLLM's spellings of `--help`: of many flags it shows the first ones and the names of groups,
+    """A command with vLLM's spellings of `--help`: of many flags it shows the common ones and the names of groups,
     `--help=GROUP` a group, `--help=WORD` the flags whose names contain the word, and `--help=all` everything."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -67,14 +67,15 @@ class CliCommand(TyperCommand):
         _write(ctx, formatter, found)
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        """Write all sections; or, unless all are asked for, the first flags in place of groups, and their names."""
+        """Write all sections; or, unless all are asked for, the common flags in place of groups, and their names."""
         sections = self._sections(ctx)
         groups = {} if TOPIC in ctx.meta else {name: about for name, (about, _) in GROUPS.items() if name in sections}
         grouped = {flag.name: flag for name in groups for flag in sections.pop(name)}
-        sections["Options"][:0] = [grouped[name] for name in FIRST if name in grouped]
+        if groups:
+            sections["Common flags"] = [grouped[name] for name in COMMON if name in grouped]
         _write(ctx, formatter, sections)
         if groups:
-            with formatter.section("Groups of all flags"):
+            with formatter.section("Groups of flags"):
                 formatter.write_dl(list(groups.items()))
             formatter.write_paragraph()
             formatter.write_text(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 GROUPS = {  # name -> what it is about, and its flags
     "Frontend": (
-        "Name, address, keys and HTTPS of the API; formats of chats",
+        "Name, address, keys and HTTPS; formats of chats",
         "served_model_name host port api_key api_keys_file ssl_certfile ssl_keyfile allowed_origins root_path "
         "chat_template default_chat_template_kwargs tool_call_parser reasoning_parser log_level",
     ),
@@ -18,7 +18,7 @@ GROUPS = {  # name -> what it is about, and its flags
         "override_generation_config",
     ),
     "ParallelConfig": (
-        "Ranks over which a model is split, and experts over ranks",
+        "Ranks over which models and experts are split",
         "tensor_parallel_size pipeline_parallel_size pipeline_layers data_parallel_size enable_expert_parallel "
         "all2all_backend enable_eplb eplb_config disable_custom_all_reduce",
     ),
@@ -50,12 +50,12 @@ GROUPS = {  # name -> what it is about, and its flags
     "MultiModalConfig": ("Images", "encoder_cache_size language_model_only"),
     "KVEventsConfig": ("KV events for other routers", "kv_events_config"),
     "KernelConfig": (
-        "Device, threads, kernels, compilation and CUDA graphs",
+        "Device, threads, kernels, compilation, CUDA graphs",
         "device num_threads determinism enforce_eager torch_compile cuda_graph_memory_gib allow_untested_kernels",
     ),
     "TapeConfig": ("Recordings of the scheduler's decisions", "tape_mib tape_dir max_kept_tapes"),
 }
-FIRST = [  # flags that `--help` shows without a group, in this order
+COMMON = [  # flags that `--help` shows without a group, in this order
     *("served_model_name", "host", "port", "api_key", "num_gpus", "num_replicas", "tensor_parallel_size", "dtype"),
     *("quantization", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "kv_cache_memory_bytes"),
 ]

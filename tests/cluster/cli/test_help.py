@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from cluster.config.flag_groups import FIRST, GROUP_OF, GROUPS
+from cluster.config.flag_groups import COMMON, GROUP_OF, GROUPS
 from cluster.flags import engine_flags
 from cluster.serve_flags import ModelFlags, ReplicaFlags, ServerFlags
 from engine.errors import InvalidParameter
@@ -107,9 +107,11 @@ def test_the_help_of_a_command_without_engine_flags_is_whole(name):
 def test_the_help_of_a_command_with_engine_flags_is_short_and_names_all_groups(name):
     short, headings = shown(name, "--help"), flags_of(name)
     assert len(short.splitlines()) <= 100
-    first = {flag for flag, heading in headings.items() if heading not in GROUPS or flag[2:].replace("-", "_") in FIRST}
-    assert first <= told(short) < {*headings, "--help"}
-    named = re.findall(r"^  (\w+) ", short.partition("Groups of all flags:")[2], re.MULTILINE)
+    common = {
+        flag for flag, heading in headings.items() if heading not in GROUPS or flag[2:].replace("-", "_") in COMMON
+    }
+    assert common <= told(short) < {*headings, "--help"}
+    named = re.findall(r"^  (\w+) ", short.partition("Groups of flags:")[2], re.MULTILINE)
     assert named == [group for group in GROUPS if group in headings.values()]
 
 
@@ -140,7 +142,7 @@ def test_every_flag_of_the_engine_and_of_a_server_is_in_one_group():
     of_server = {field.name for flags in (ModelFlags, ServerFlags, ReplicaFlags) for field in fields(flags)}
     assert set(GROUP_OF) == of_server | {flag.name for flag in engine_flags()}, "cluster/config/flag_groups.py"
     assert sum(len(flags.split()) for _, flags in GROUPS.values()) == len(GROUP_OF)
-    assert set(FIRST) <= set(GROUP_OF)
+    assert set(COMMON) <= set(GROUP_OF)
 
 
 def test_help_does_not_wait_for_ray_or_torch():
