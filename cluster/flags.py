@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import typer
 
+from cluster.config.flag_groups import GROUP_OF
 from engine.config import EngineConfig
 from engine.offline.vllm_flags import SHORT_FLAGS
 
-PANEL, SWITCHES = "Engine", "Engine: switches"  # separate panels, because together the names would be too wide
 WITHOUT = {"model", "handoff", "encode", "seed"}  # fields set in other ways, or of no use to a server
 
 ModelOption = Annotated[str, typer.Option(help="`pocket` (bundled), a model folder, a GGUF file, or a Hub id.")]
@@ -73,13 +73,13 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flags_of(options: type) -> list[inspect.Parameter]:
-    """Return the flags of a dataclass, shown in the panel that its PANEL names.
+    """Return the flags of a dataclass, shown in the group that its PANEL names, or in theirs.
 
     The metadata of a field are `names` and arguments of typer.Option, such as `help`.
     """
     hints, flags = get_type_hints(options), []
     for f in fields(options):
-        details = {"rich_help_panel": getattr(options, "PANEL", None), **f.metadata}
+        details = {"rich_help_panel": getattr(options, "PANEL", None) or GROUP_OF.get(f.name), **f.metadata}
         flags.append(_parameter(f.name, hints[f.name], f.default, *details.pop("names", ()), **details))
     return flags
 
@@ -95,10 +95,11 @@ def engine_flags() -> list[inspect.Parameter]:
             f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",
             *filter(None, [SHORT_FLAGS.get(f.name)]),
         ]
-        panel, shown = SWITCHES if kind is bool else PANEL, False if f.default is None else str(f.default)
-        details = {"rich_help_panel": panel, "help": f.metadata["help"], "show_default": shown}
+        shown = False if f.default is None or f.default is False else str(f.default)
+        details = {"rich_help_panel": GROUP_OF.get(f.name), "help": f.metadata["help"], "show_default": shown}
         if is_dataclass(kind):
-            kind, details = dict, {**details, "parser": json_object, "metavar": "JSON"}
+            keys = f"{f.metadata['help']} The keys are {', '.join(key.name for key in fields(kind))}."
+            kind, details = dict, {**details, "help": keys, "parser": json_object, "metavar": "JSON"}
         flags.append(_parameter(f.name, kind | None, None, *names, **details))
     return flags
 

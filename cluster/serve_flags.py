@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 import yaml
@@ -36,7 +36,6 @@ SetOption = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlags:
-    PANEL: ClassVar = "API"
     served_model_name: list[str] | None = flag(  # noqa: RUF009  the default is None
         None, "Name that clients send as `model`. Repeatable. Default: the last part of MODEL."
     )
@@ -65,7 +64,6 @@ class ModelFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFlags:
-    PANEL: ClassVar = "API"
     host: str | None = flag(None, "Address to listen on; 0.0.0.0 for all interfaces.", show_default=HOST)
     port: int | None = flag(None, "Port to listen on.", min=1, max=65535, show_default=str(PORT))
     api_keys_file: str | None = flag(None, "File of API keys; see `manta hash-key`. Default: every client is admitted.")
@@ -86,7 +84,6 @@ class ServerFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFlags:
-    PANEL: ClassVar = "Replicas"
     num_replicas: int | None = flag(None, "Replicas that answer requests.", show_default="1")
     max_replicas: int | None = flag(None, "Scale with the load, up to this number of replicas (docs/autoscaling.md).")
     min_replicas: int | None = flag(None, "Minimum number of replicas with --max-replicas.", show_default="1")

@@ -138,7 +138,7 @@ class Ingress:
         except StartupError as error:
             await asyncio.to_thread(ray_compat.end_serve_run, str(error))
             raise
-        tasks = self._channel.run(), self._log_state(), end_orphaned_node()
+        tasks = self._channel.run(), self._log_state(auth.has_keys), end_orphaned_node()
         self._tasks = [asyncio.create_task(task) for task in tasks]
         logger.info("ingress ready startup_s=%.1f", time.monotonic() - started)
 
@@ -193,12 +193,16 @@ class Ingress:
         model.poison.tell_others = partial(self._tell_others, info.name)
         return model
 
-    async def _log_state(self) -> None:
+    async def _log_state(self, needs_key: bool) -> None:
         """Log `ready` once requests can be answered, since `serve run` never reports this. From then on, log totals."""
         while (endpoint := await self._ready_endpoint()) is None:
             await asyncio.sleep(READY_INTERVAL_S)
         seconds = time.time() - endpoint.deployed_at
-        logger.info("ready address=%s models=%s seconds=%.1f", endpoint.url, ",".join(self._models), seconds)
+        task = next(iter(self._models.values())).main_task
+        logger.info(
+            "ready address=%s models=%s seconds=%.1f task=%s needs_key=%s",
+            endpoint.url, ",".join(self._models), seconds, task, needs_key,
+        )  # fmt: skip
         await TotalsLog({name: model.pool for name, model in self._models.items()}, self._telemetry).run()
 
     async def _ready_endpoint(self) -> ray_compat.HttpEndpoint | None:

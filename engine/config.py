@@ -36,7 +36,7 @@ class EngineConfig(
 ):
     """Options of one engine, named as in vLLM where the meaning is the same."""
 
-    # of each feature its own; `--help` shows those of the last base first
+    # of each feature its own; docs/reference.md shows those of the last base first
 
     def __post_init__(self) -> None:
         check_choices(self)

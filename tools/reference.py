@@ -18,7 +18,7 @@ HEAD = """# Reference
 Made from the code by `python tools/reference.py`; a test compares them.
 
 `serve_config.yaml` is Ray Serve's file. Manta reads the `args` of an application with `import_path:
-manta:build` (`AppConfig`). `manta serve --help` lists the flags that set these keys.
+manta:build` (`AppConfig`). `manta serve --help=all` lists the flags that set these keys.
 """
 CLASSES = [  # heading, file, class
     ("args", "cluster/config/app_config.py", "AppConfig"),

@@ -14,6 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from cluster.cli.bench.commands import bench
+from cluster.cli.help import App
 from cluster.cli.parts import add_commands
 from cluster.cli.serve import TakesVllmFlags, serve
 from cluster.cli.simulate import simulate
@@ -37,12 +38,12 @@ Try it in two terminals. You need no model of your own:
 RUN, ASK, INSPECT = "Run a server", "Ask a model", "Inspect and measure"
 COLORS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=HELP)
+app = App(add_completion=False, help=HELP)
 app.command(rich_help_panel=RUN, cls=TakesVllmFlags)(serve)
 app.add_typer(bench, name="bench", rich_help_panel=INSPECT)
 app.command(rich_help_panel=INSPECT)(simulate)
 add_commands(app, INSPECT)
-k8s = typer.Typer(no_args_is_help=True, help="Manifests for Kubernetes (k8s/README.md).")
+k8s = App(help="Manifests for Kubernetes (k8s/README.md).")
 app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
 
 UrlOption = Annotated[str, typer.Option(help="Address of the server.")]
@@ -323,7 +324,7 @@ def top(
 @with_flags
 def generate(
     engine: EngineFlags,
-    input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="File of JSON lines; see below.")],
+    input: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="File of JSON lines; see above.")],
     output: Annotated[Path, typer.Option(dir_okay=False, help="File for the answers; existing answers are kept.")],
     model: ModelOption = "pocket",
     max_tokens: Annotated[
@@ -427,7 +428,7 @@ def main() -> None:
             if renamed := RENAMED.get(given.replace("--no-", "--", 1).lstrip("-").replace("-", "_")):
                 message = f"{given} must be written --{renamed.replace('_', '-')}"
             message = f"manta: {message.rstrip('.')}; see {path} --help"
-        print(message, file=sys.stderr)
+        typer.echo(message, err=True)
         sys.exit(1)
     except typer.Abort:  # at a question
         sys.exit(1)

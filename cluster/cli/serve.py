@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from typer.core import TyperCommand
 
 from cluster import ray_environment
+from cluster.cli.help import CliCommand
 from cluster.entry_point import HOST, PORT
 from cluster.flags import EngineFlags, with_flags
 from cluster.serve_flags import (
@@ -36,7 +36,7 @@ from engine.errors import InvalidParameter, StartupError
 from engine.model.checkpoint import smollm2
 
 
-class TakesVllmFlags(TyperCommand):
+class TakesVllmFlags(CliCommand):
     """A command that accepts the flags of `vllm serve`, and prints one line about the flags that it ignores."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]

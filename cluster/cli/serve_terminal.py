@@ -20,6 +20,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from cluster.cli.sample_request import curl
 from placement.console_log import PACKAGES, JsonFormatter
 
 
@@ -91,7 +92,7 @@ class ServeTerminal:
         for library in ("ray", "ray.serve"):
             logging.getLogger(library).handlers = [logging.StreamHandler(_Lines(self))]
             logging.getLogger(library).propagate = False
-        self.console.print(Text(f"Log of Ray and of all processes: {self.log_path}", style="dim"))
+        self.console.print(Text(f"Log of Ray and of all processes: {self.log_path}", style="dim"), soft_wrap=True)
         self._live.start()
         return self
 
@@ -141,6 +142,8 @@ class ServeTerminal:
             if models not in self._ready:
                 self._ready.add(models)
                 self.console.print(self._box(fields))
+                self.console.print("In another terminal:", style="dim")
+                self.console.print(Text(self._curl(fields)), soft_wrap=True)
         elif message.startswith("totals "):
             self.console.print(Text(f"{_clock()}  {totals(fields)}"))
         elif fields.get("level") in ("warning", "error", "critical"):
@@ -166,12 +169,13 @@ class ServeTerminal:
 
     def _box(self, fields: dict[str, Any]) -> Panel:
         address, caches = str(fields.get("address", "")), self._kv_caches
+        spent = ", ".join(f"{p.name} {p.seconds(p.ended_at):.1f} s" for p in self._phases if p.began_at and p.ended_at)
         rows = [
             ("address", f"{address}/v1"),
             ("console", f"{address}/"),
             ("models", str(fields.get("models", "")).replace(",", ", ")),
             *(("KV cache", f"{pool}: {text}" if len(caches) > 1 else text) for pool, text in caches.items()),
-            ("log", self.log_path),
+            ("start", spent),
             ("stop", "Ctrl-C"),
         ]
         table = Table.grid(padding=(0, 2))
@@ -180,9 +184,13 @@ class ServeTerminal:
         for name, text in rows:
             if text:
                 table.add_row(name, Text(text))
-        spent = ", ".join(f"{p.name} {p.seconds(p.ended_at):.1f} s" for p in self._phases if p.began_at and p.ended_at)
         title = Text(f"Manta is ready after {time.monotonic() - (self._phases[0].began_at or 0.0):.1f} s")
-        return Panel(table, title=title, subtitle=Text(spent, style="dim"), border_style="cyan", expand=False)
+        return Panel(table, title=title, border_style="cyan", expand=False)
+
+    def _curl(self, fields: dict[str, Any]) -> str:
+        """Return a command that asks the first model."""
+        model = str(fields["models"]).partition(",")[0]
+        return curl(str(fields["address"]), model, str(fields["task"]), needs_key=bool(fields["needs_key"]))
 
     def _write(self, text: str) -> None:
         with self._lock:
@@ -207,7 +215,7 @@ class _Lines:
 def totals(fields: dict[str, Any]) -> str:
     """Format the values of a `totals` line for people."""
     return (
-        f"in {fields['prompt_tokens_per_s']:.0f} tokens/s, out {fields['output_tokens_per_s']:.0f} tokens/s, "
+        f"in {fields['prompt_tokens_per_s']:.0f}, out {fields['output_tokens_per_s']:.0f} tokens/s, "
         f"running {fields['running']}, waiting {fields['waiting']}, KV {100 * fields['kv_use']:.0f} %, "
         f"prefix hits {100 * fields['hit_rate']:.0f} %"
     )

@@ -57,9 +57,13 @@ class AuthConfig:
     num_ingresses: int = 1
     """Number of ingresses that share the limits."""
 
+    @property
+    def has_keys(self) -> bool:
+        return self.api_keys_file is not None or bool(self.api_keys)
+
     def keys(self) -> ApiKeys | None:
         """Return the admitted keys; None to admit all clients. Raises ConfigError."""
-        if self.api_keys_file is None and not self.api_keys:
+        if not self.has_keys:
             return None
         return ApiKeys(None if self.api_keys_file is None else Path(self.api_keys_file), self.api_keys)
 

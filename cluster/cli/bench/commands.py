@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from cluster.cli.bench.load import OfflineLoad, ServeLoad
+from cluster.cli.help import App
 from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, with_flags
 
-bench = typer.Typer(no_args_is_help=True, help="Measure a server, or an engine alone.")
+bench = App(help="Measure a server, or an engine alone.")
 
 
 @bench.command()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import msgspec
 
@@ -185,6 +185,12 @@ class ServedModel:
     def input_modalities(self) -> list[str]:
         """Kinds of input that prompts may have, in OpenRouter's terms."""
         return ["text", *(kind for part in self._parts for kind in part.input_modalities)]
+
+    @property
+    def main_task(self) -> Literal["chat", "generate", "embed", "score"]:
+        """What most requests ask of the model: `chat` if it has a chat template, otherwise its first task."""
+        task = self.info.supported_tasks.names[0]
+        return "chat" if task == "generate" and self.tokenizer.chat_template is not None else task
 
     async def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run tokenization or detokenization in a thread, and return its result. The thread pool does nothing else, so

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from cluster.cli.sample_request import curl
 from cluster.cli.serve_terminal import ServeTerminal
 from placement.console_log import PACKAGES, JsonFormatter
 
@@ -32,14 +33,19 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return io.StringIO()
 
 
-def terminal(shown: io.StringIO, *, log_requests: bool = False) -> ServeTerminal:
-    return ServeTerminal(Console(file=shown, width=100), log_requests=log_requests)
+def terminal(shown: io.StringIO, *, log_requests: bool = False, width: int = 100) -> ServeTerminal:
+    return ServeTerminal(Console(file=shown, width=width), log_requests=log_requests)
 
 
 def record(message: str, *args: object, level: int = logging.INFO, who: str = "ingress-x") -> str:
     """A line as processes of the cluster write it."""
     made = logging.LogRecord("deployments.ingress", level, "", 0, message, args, None)
     return JsonFormatter(who).format(made)
+
+
+def ready(models: str, *, task: str = "chat", needs_key: bool = False) -> str:
+    values = ("http://127.0.0.1:8000", models, 3.0, task, needs_key)
+    return record("ready address=%s models=%s seconds=%.1f task=%s needs_key=%s", *values)
 
 
 def progress(view: ServeTerminal) -> list[str]:
@@ -56,17 +62,40 @@ def test_the_start_ends_with_a_box_that_says_where_and_how_to_stop(shown):
         for message in ("Ray is up", "Serve is up", "proxies are up", "ingress ready"):
             view.line(record(message))
         view.line(record("kv cache: %d tokens fit", 4096))
-        view.line(record("ready address=%s models=%s seconds=%.1f", "http://127.0.0.1:8000", "a,b", 3.0))
+        view.line(ready("a,b"))
     text = shown.getvalue()
     for part in ("is ready after", "http://127.0.0.1:8000/v1", "a, b", "4096 tokens fit", "Ctrl-C", view.log_path):
         assert part in text
+
+
+def test_the_box_fits_80_columns_with_nothing_cut(shown):
+    what = "262144 tokens fit (16384 blocks of 16, 0.50 GiB), limited by max_num_seqs (128) x max_model_len (2048)"
+    with terminal(shown, width=80) as view:
+        for message in ("Ray is up", "Serve is up", "proxies are up", "ingress ready"):
+            view.line(record(message))
+        for message in ("rank starts", "loading weights", "weights loaded", "warmed up", f"kv cache: {what}"):
+            view.line(record(message, who="decode-default-a1/rank0"))
+        view.line(ready("default"))
+    lines = shown.getvalue().splitlines()[1:]  # after the path of the log
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).replace("│", " ").split())
+    parts = [f"{phase} 0.0 s" for phase in ("Ray", "Serve and its proxy", "ingress", "engines", "weights", "warm-up")]
+    for part in (what, f"start {', '.join(parts)}", "stop Ctrl-C"):
+        assert part in text
+
+
+def test_below_the_box_is_a_command_that_asks_the_first_model(shown):
+    with terminal(shown) as view:
+        view.line(ready("qwen3-8b,b", needs_key=True))
+    command = shown.getvalue().partition("In another terminal:\n")[2].rstrip("\n")
+    assert command == curl("http://127.0.0.1:8000", "qwen3-8b", "chat", needs_key=True)
 
 
 def test_each_pool_has_a_line_of_what_fits(shown):
     with terminal(shown) as view:
         for name, tokens in (("decode-small-a1", 512), ("decode-large-b2", 64), ("decode-large-c3", 64)):
             view.line(record("kv cache: %d tokens fit", tokens, who=f"{name}/rank0"))
-        view.line(record("ready address=%s models=%s seconds=%.1f", "http://127.0.0.1:8000", "small,large", 3.0))
+        view.line(ready("small,large"))
     text = shown.getvalue()
     for pool in ("decode-small: 512 tokens fit", "decode-large: 64 tokens fit"):
         assert text.count(pool) == 1
@@ -113,7 +142,7 @@ def test_totals_warnings_and_errors_are_shown_and_other_lines_are_not(shown):
         view.line(record("an error", level=logging.ERROR))
         view.line(record("something else"))
     text = shown.getvalue()
-    assert "in 12 tokens/s, out 34 tokens/s, running 2, waiting 1, KV 50 %, prefix hits 25 %" in text
+    assert "in 12, out 34 tokens/s, running 2, waiting 1, KV 50 %, prefix hits 25 %" in text
     assert "ingress-x: a [red]warning[/red]" in text
     assert "ingress-x: an error" in text
     assert "something else" not in text
@@ -161,5 +190,5 @@ def test_nothing_is_shown_and_nothing_fails_once_it_has_ended(shown, capsys):
 def test_a_second_ingress_of_the_same_models_has_no_box(shown):
     with terminal(shown) as view:
         for models in ("a", "a", "b"):
-            view.line(record("ready address=%s models=%s seconds=%.1f", "http://127.0.0.1:8000", models, 3.0))
+            view.line(ready(models))
     assert shown.getvalue().count("is ready after") == 2

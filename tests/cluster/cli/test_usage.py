@@ -31,4 +31,4 @@ def test_without_a_command_there_is_the_help(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["manta"])
     with pytest.raises(SystemExit):
         main()
-    assert capsys.readouterr().out.count("Try it in two terminals") == 1
+    assert capsys.readouterr().err.count("Try it in two terminals") == 1

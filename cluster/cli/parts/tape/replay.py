@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli.help import App
 from cluster.flags import ApiKeyOption, JsonOption
 from deployments.errors import RequestNotFound
 from engine.errors import InvalidParameter
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # `manta --help` need not wait for them
     from deployments.parts.tape.choice_record import RouterTape
     from engine.parts.tape.engine_tape import EngineTape
 
-tape = typer.Typer(no_args_is_help=True, help="What the schedulers of a running cluster have decided (docs/replay.md).")
+tape = App(help="What the schedulers of a running cluster have decided (docs/replay.md).")
 
 
 @tape.command()
