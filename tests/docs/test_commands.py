@@ -50,6 +50,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r".*manta doctor": "tests/serve/plain/test_cli.py",
     r"ray get-auth-token": HERE,
     r"ray |manta serve serve_config.yaml": NODES,
+    r"manta generate|cat in.jsonl": "tests/docs/test_offline.py",
     r"serve deploy|echo|cat|manta verify": SERVER,
     r"import json|for i in|python -c|.*manta simulate": HERE,
     r"manta bench offline": "tests/cluster/cli/bench",
@@ -205,7 +206,7 @@ def test_a_command_of_the_simulator_ends_with_a_report(command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "with_"),
-    [("README.md", "llm.generate"), ("docs/speculative_decoding.md", "ngram")],
+    [("README.md", "llm.generate"), ("docs/offline.md", "llm.generate"), ("docs/speculative_decoding.md", "ngram")],
 )
 def test_a_program_that_needs_no_server_runs(name, with_, tmp_path):
     program = block(name, "python", with_=with_)
