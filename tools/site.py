@@ -48,7 +48,7 @@ def collect(folder: Path) -> None:
 
 
 def llms_txt() -> str:
-    """Return the list of the pages in the form of llmstxt.org: those of docs/index.md in its sections, then the others."""
+    """Return the list of the pages as llmstxt.org has it: those of docs/index.md in its sections, then the others."""
     readme, index = ROOT / "README.md", ROOT / "docs" / "index.md"
     summary = readme.read_text(encoding="utf-8").split("\n\n")[1]
     sections, tasks = {readme: "Overview", index: "Overview"}, dict[Path, list[str]]()

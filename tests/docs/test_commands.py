@@ -52,6 +52,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"ray |manta serve serve_config.yaml": NODES,
     r"manta generate|cat in.jsonl": "tests/docs/test_offline.py",
     r"serve deploy|echo|cat|manta verify": SERVER,
+    r"python -c import sys,yaml": "tests/docs/test_observability.py",
     r"import json|for i in|python -c|.*manta simulate": HERE,
     r"manta bench offline": "tests/cluster/cli/bench",
     r"manta tape|manta replay": "tests/cluster/cli/parts/tape/test_tape.py",
