@@ -5,7 +5,7 @@
 # make test-real  SmolLM2-135M-Instruct against transformers, itself and the API; skipped where it was not fetched
 # make test-clients  conversations of well-known clients; installs them into build/clients
 # make test-browser  the console in Chromium, where one is installed
-# make site    the pages as HTML in build/site/html, without a network
+# make site    the pages as HTML, and as text for programs (llms.txt), in build/site/html, without a network
 # make check   lint, format and types
 # make first-gpu, make test-gpu, make bench-gpu  on a machine with a GPU; they install nothing (docs/gpu.md)
 
@@ -90,6 +90,7 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/openai_2/req
 site: $(INSTALLED)
 	$(BIN)/python tools/site.py build/site/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q -f tools/mkdocs.yml
+	cp -r build/site/pages/. build/site/html  # llms.txt links to the pages' Markdown
 
 # Needs a Chromium: apt-get install chromium
 test-browser: $(INSTALLED)

@@ -64,11 +64,11 @@ def check_model(model: str, tensor_parallel_size: int) -> str:
     config = ModelConfig.from_folder(resolve_config(model))
     config.kv_heads_per_rank(tensor_parallel_size)
     if not config.transformers:
-        return f"{model} runs by Manta's native code for {config.architecture}"
+        return f"{model} runs on Manta's native code for {config.architecture}"
     from engine.distributed.tp_group import TPGroup
     from engine.model.shard import ShardPlan
     from engine.model.transformers_backend.model import find_calls  # torch and transformers take seconds
 
     find_calls(config, ShardPlan(TPGroup(0, tensor_parallel_size)))
     tested = "" if config.architecture in TRANSFORMERS else "; no test covers this architecture"
-    return f"{model} runs by transformers' own code for {config.architecture} over Manta's attention{tested}"
+    return f"{model} runs on transformers' own code for {config.architecture} over Manta's attention{tested}"

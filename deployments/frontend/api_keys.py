@@ -70,7 +70,7 @@ class ApiKeys:
         """Return a key. Raises InvalidApiKey if it is missing or unknown."""
         self._reload_if_changed()
         if not key:
-            raise InvalidApiKey("this server wants an API key: Authorization: Bearer <key>, or X-Api-Key: <key>")
+            raise InvalidApiKey("this server requires an API key: Authorization: Bearer <key>, or X-Api-Key: <key>")
         digest = hash_key(key)
         # compare with all keys, each in constant time, so that the time reveals nothing about them
         every = [*self._fixed.items(), *self._keys.items(), *self.managed.items()]

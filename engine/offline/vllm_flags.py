@@ -397,7 +397,8 @@ def markdown() -> str:
     for row in TABLE:
         named = [f"{name}={values}" if values and values != "*" else name for name, values in row.named()]
         flags = " ".join(f"`{flag}`" for flag in named).replace("|", "\\|")
-        ours = f"--set {row.note.format('N')}" if row.note.endswith("={}") else row.note
+        value = "[A,B]" if row.flags.endswith("=*") else "N"
+        ours = f"--set {row.note.format(value)}" if row.note.endswith("={}") else row.note
         what = {"other name": f"`{ours}`", "ignored": row.note, "refused": f"**not supported**: {row.note}"}
         lines.append(f"| {flags} | {what[row.effect]} |")
     return "\n".join([*lines, *(f"| `{name.rstrip('=')}` | {what} |" for name, what in SPECIAL.items())])

@@ -200,8 +200,8 @@ def log_size(needs: list[GroupNeed], blocks: list[int], limit: str, max_model_le
     size, used = needs[0].block_size, total_bytes(needs, blocks) / GIB
     tokens = blocks[0] * size
     logger.info(
-        "kv cache: %d tokens fit (%d blocks of %d, %.2f GiB), limited by %s; max_model_len=%d, so %.1f full requests",
-        tokens, blocks[0], size, used, limit, max_model_len, full_requests(needs, blocks, max_model_len),
+        "kv cache: %d tokens fit (%d blocks of %d, %.2f GiB), limited by %s: %.1f requests of max_model_len %d",
+        tokens, blocks[0], size, used, limit, full_requests(needs, blocks, max_model_len), max_model_len,
     )  # fmt: skip
     for group in describe_groups(needs, blocks):
         logger.info("kv cache: %s", group)

@@ -31,6 +31,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"kubectl (-n manta )?create": HERE,
     r"helm install manta k8s/chart|helm upgrade manta k8s/chart": HERE,
     r"kubeconform": "is not packaged; tests/k8s validates by the same schemas",
+    r"openssl req|curl --cacert|manta explain ID": "tests/docs/test_recipes.py",
     r"kubectl|kind|helm (install|upgrade|uninstall|repo)|openssl|head=": CLUSTER,
     r"docker|mmdebstrap|buildah|k8s/docker/start.sh": BUILDER,
     r"mkdir -p /etc|printf": HERE,
@@ -50,13 +51,15 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r".*manta doctor": "tests/serve/plain/test_cli.py",
     r"ray get-auth-token": HERE,
     r"ray |manta serve serve_config.yaml": NODES,
+    r"manta generate|cat in.jsonl": "tests/docs/test_offline.py",
     r"serve deploy|echo|cat|manta verify": SERVER,
+    r"python -c import sys,yaml": "tests/docs/test_observability.py",
     r"import json|for i in|python -c|.*manta simulate": HERE,
     r"manta bench offline": "tests/cluster/cli/bench",
     r"manta tape|manta replay": "tests/cluster/cli/parts/tape/test_tape.py",
     r"manta tune": "tests/cluster/cli/parts/tape/test_tune.py",
     r"curl .*(v1/models|embeddings|rerank)": "tests/serve/test_embeddings.py",
-    r"curl .*key/generate": "tests/deployments/parts/keys/test_key_routes.py",
+    r"curl .*(/key/|usage|/metrics|lora_adapter)|grep manta_key": "tests/docs/test_recipes.py",
     r"curl": SERVER,
     r"claude": "tests/clients/test_command_lines.py",
     r"python -m tools.pocket": HOURS,
@@ -205,7 +208,7 @@ def test_a_command_of_the_simulator_ends_with_a_report(command, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "with_"),
-    [("README.md", "llm.generate"), ("docs/speculative_decoding.md", "ngram")],
+    [("README.md", "llm.generate"), ("docs/offline.md", "llm.generate"), ("docs/speculative_decoding.md", "ngram")],
 )
 def test_a_program_that_needs_no_server_runs(name, with_, tmp_path):
     program = block(name, "python", with_=with_)

@@ -1,4 +1,4 @@
-"""Every query of the dashboard and of the alerts finds series in a real scrape, by name, by label and by value.
+"""Queries of the dashboard, the alerts and docs/debugging.md find series in a real scrape, by name, label and value.
 
 What cannot run here, the operator and kube-state-metrics, is taken from its documentation.
 """
@@ -39,6 +39,7 @@ ALERTS = [
     for rule in group["rules"]
 ]
 RUNBOOK = ROOT / "docs" / "alerts.md"
+DEBUGGING = re.findall(r"`((?:histogram_quantile|rate|sum)\b[^`]*)`", (ROOT / "docs" / "debugging.md").read_text())
 POD = {"namespace": "manta", "pod": "manta-x1-head-y2", "container": "ray", "job": "manta/manta", "endpoint": "serve"}
 # docs.ray.io, "KubeRay metrics references"; github.com/kubernetes/kube-state-metrics, docs/metrics
 ELSEWHERE = [
@@ -58,7 +59,7 @@ OPS = {"MatchOp.Equal": "=", "MatchOp.NotEqual": "!=", "MatchOp.Re": "=~", "Matc
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """of: the panel or alert. labels: those that its legend or text names."""
+    """of: the panel or alert, or the query itself. labels: those that its legend or text names."""
 
     of: str
     expr: str
@@ -75,7 +76,7 @@ def queries() -> list[Query]:
     for alert in ALERTS:
         text = " ".join(alert["annotations"].values())
         found.append(Query(alert["alert"], alert["expr"], labels_in(text, r"\$labels\.(\w+)")))
-    return found
+    return found + [Query(expr, expr, ()) for expr in DEBUGGING]
 
 
 def labels_in(text: str, pattern: str) -> tuple[str, ...]:

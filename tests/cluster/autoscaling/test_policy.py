@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from cluster.autoscaling.policy import DECISION_INTERVAL_S, Policy
 from cluster.autoscaling.slo import POLICY, Limits, PoolSettings, RoleSettings, Slo, autoscaling_config
 from deployments import ray_compat
 from deployments.replicas.scaling_report import ReplicaReport, ScalingChange, queue_report
+from tests.docs.pages import block
 
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 
@@ -138,6 +140,8 @@ def test_rates_are_what_totals_rose_by_within_what_serve_has_kept(policy, log):
     assert float(inputs["prefill_share"]) == 0.5  # 500 tokens per second, each a millisecond
     assert float(inputs["prompt_s"]) == 0.5
     assert float(inputs["itl_s"]) == 0.02
+    shown = re.findall(r"(\w+)=", block("docs/autoscaling.md", "", with_="reason=slots"))  # of a pool that only decodes
+    assert [name for name in inputs if not name.startswith(("ttft_of", "queue_of"))] == shown
 
 
 def test_a_change_says_what_it_costs_and_saves_if_replicas_have_a_price(policy, log, monkeypatch):

@@ -31,7 +31,7 @@ def test_a_model_is_checked_by_its_configuration_alone(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     result = CliRunner().invoke(app, ["check", str(tmp_path), "--tensor-parallel-size", "2"])
     assert result.exit_code == 0
-    assert "runs by transformers' own code for SmolLM3ForCausalLM over Manta's attention" in result.stdout
+    assert "runs on transformers' own code for SmolLM3ForCausalLM over Manta's attention" in result.stdout
     assert "native code for Qwen3ForCausalLM" in CliRunner().invoke(app, ["check", "pocket"]).stdout
 
 

@@ -178,7 +178,7 @@ def test_the_log_says_how_much_fits_and_what_limits_it(caplog):
         choose(num_gpu_blocks_override=100)
     (record,) = caplog.records
     assert "1600 tokens fit (100 blocks of 16, 0.01 GiB), limited by num_gpu_blocks_override" in record.message
-    assert "max_model_len=1024, so 1.6 full requests" in record.message
+    assert "1.6 requests of max_model_len 1024" in record.message
 
 
 def test_the_tensor_has_a_block_outermost_and_starts_as_zeros():

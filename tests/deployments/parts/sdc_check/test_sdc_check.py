@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ from engine.wire.sampling_params import SamplingParams
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import TokenLogprob
 from tests.deployments.fake_api import tokenizer, until
+from tests.docs.pages import block
 from tests.engine_sockets import ServerThread
 
 EVERY = 3
@@ -167,6 +169,8 @@ async def test_one_wrong_bit_in_the_weights_of_one_engine_is_found_within_so_man
         assert served.checks == {"equal": 0, "different": 1}
         (line,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert "engine=one" in line.getMessage() and "other_logprob=-" in line.getMessage()
+        shown = block("docs/sdc_check.md", "", with_="answers differ")
+        assert re.findall(r"(\w+)=", line.getMessage()) == re.findall(r"(\w+)=", shown)
 
 
 async def test_where_bits_depend_on_the_batch_only_errors_above_rounding_are_found(folder, caplog):

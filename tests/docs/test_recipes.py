@@ -1,0 +1,131 @@
+"""Recipes of the pages run as they are written, over a fake engine: no model, and no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import ssl
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+import yaml
+from aiohttp import web
+from fastapi import FastAPI
+
+from deployments.billing.prices import Prices
+from deployments.frontend.api_keys import key_line
+from deployments.http.middleware import AuthConfig
+from deployments.parts.adapters.sources import AdapterSources
+from deployments.storage.config import StoreConfig
+from engine.wire.parts.costs import SequenceCost
+from tests.adapter_folders import write_adapter
+from tests.deployments.fake_api import fake_api, says
+from tests.docs.pages import block, run
+from tools.site import ROOT
+
+ADMIN = "sk-operator"
+AUTH = AuthConfig(
+    api_keys=(key_line("operator", ADMIN),),
+    admin_keys=("operator",),
+    allow_runtime_key_updating=True,
+    allow_runtime_lora_updating=True,
+)
+
+
+@asynccontextmanager
+async def listening(app: FastAPI) -> AsyncGenerator[str]:
+    """Serve an application whose lifespan runs already, and yield its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    try:
+        while not server.started:
+            await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def calls(page: str, with_: str, url: str) -> list[str]:
+    """The commands of a page's block that call a server, for the one at this URL."""
+    text = block(page, "bash", with_=with_).replace("\\\n", " ").replace("http://127.0.0.1:8000", url)
+    return [line for line in text.splitlines() if line.startswith("curl")]
+
+
+async def call(command: str, folder: Path, **variables: str) -> str:
+    return await asyncio.to_thread(run, command, folder, **variables)
+
+
+async def test_a_key_is_made_with_limits_used_and_billed(tmp_path):
+    prices = yaml.safe_load(block("docs/quotas.md", "yaml", with_="admin_keys"))["models"][0]["prices"]
+    store = StoreConfig(url=f"sqlite://{tmp_path}/store")
+    async with fake_api(says("hello"), auth=AUTH, store=store, prices=Prices(**prices)) as api:
+        await api.until_status()
+        api.engine.cost = SequenceCost(6.0, 0.0, 0.0)
+        async with listening(api.app) as url:
+            generate, ask, info, bill = calls("docs/quotas.md", "key/info", url)
+            made = json.loads(await call(generate, tmp_path, ADMIN_KEY=ADMIN))
+            answer = json.loads(await call(ask, tmp_path, KEY=made["key"]))
+            assert answer["usage"]["cost"] == 6.0 * prices["engine_hour"] / 3600
+            told = json.loads(await call(info, tmp_path, KEY=made["key"]))
+            assert set(told["used"]) == {"tpm_limit/1m", "max_budget/1mo"} and told["key_alias"] == "bob"
+            counted = await call(bill, tmp_path, ADMIN_KEY=ADMIN)
+            assert "manta_key_cost_total" in counted and 'key="operator"' not in counted
+
+
+async def test_an_adapter_is_added_replaced_and_unloaded(tmp_path):
+    for number, name in enumerate(("sql", "sql-2")):
+        write_adapter(tmp_path / name, seed=number)
+    async with fake_api(of={"adapters": AdapterSources(max_rank=16)}, auth=AUTH) as api, listening(api.app) as url:
+        add, replace, unload = (
+            command.replace("/adapters/", f"{tmp_path}/") for command in calls("docs/lora.md", "unload", url)
+        )
+        shown = re.findall(r"^# (Success.*)$", block("docs/lora.md", "bash", with_="unload"), re.MULTILINE)
+        assert [await call(add, tmp_path, ADMIN_KEY=ADMIN)] == shown
+        assert "has already been loaded" in await call(add, tmp_path, ADMIN_KEY=ADMIN)
+        for command in (replace, unload):
+            assert (await call(command, tmp_path, ADMIN_KEY=ADMIN)).startswith("Success")
+        assert len({lora.digest for lora in api.engine.loaded}) == 2
+
+
+async def test_openais_client_gets_one_answer_for_a_key(tmp_path):
+    async with fake_api(says("hello"), names=("default",)) as api, listening(api.app) as url:
+        program = block("docs/idempotency.md", "python", with_="Idempotency-Key").replace("http://127.0.0.1:8000", url)
+        (tmp_path / "program.py").write_text(program)
+        first, again = (await call(f"{sys.executable} program.py", tmp_path)).splitlines()
+        assert first == again and first.endswith(" hello")
+        assert len(api.engine.added) == 1
+
+
+async def test_mantas_own_clients_trust_the_certificate_that_the_page_makes(tmp_path):
+    make, check, _, explain = [
+        line
+        for line in block("docs/security.md", "bash", with_="SSL_CERT_FILE").splitlines()
+        if not line.startswith("#")
+    ]
+    await call(make, tmp_path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        port = str(runner.addresses[0][1])
+        check, explain = check.replace("8000", port), f"{explain.replace('8000', port)} --json"
+        assert json.loads(await call(check, tmp_path)) == {"path": "/health"}
+        untrusted = await call(check.replace("--cacert server.pem", "-s -w %{exitcode}") + " || true", tmp_path)
+        assert untrusted == "60", "the certificate is not trusted by itself"
+        trusting = {"SSL_CERT_FILE": str(tmp_path / "server.pem"), "PYTHONPATH": str(ROOT), "KEY": "sk"}
+        assert json.loads(await call(explain, tmp_path, **trusting)) == {"path": "/debug/requests/ID"}
+    finally:
+        await runner.cleanup()
