@@ -30,8 +30,8 @@ START = [  # a start of the bundled model: seconds, process, and its line
     (
         11.9,
         RANK,
-        "kv cache: %d tokens fit (%d blocks of %d, %.2f GiB), limited by %s; max_model_len=%d, so %.1f full requests",
-        (262144, 16384, 16, 0.5, "max_num_seqs (128) x max_model_len (2048)", 2048, 128.0),
+        "kv cache: %d tokens fit (%d blocks of %d, %.2f GiB), limited by %s: %.1f requests of max_model_len %d",
+        (262144, 16384, 16, 0.5, "max_num_seqs (128) x max_model_len (2048)", 128.0, 2048),
     ),
     (12.1, RANK, "warmed up seconds=%.1f", (0.3,)),
     (
@@ -60,6 +60,12 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> str:
     for clock.now, who, message, values in START:
         view.line(JsonFormatter(who).format(logging.LogRecord("l", logging.INFO, "", 0, message, values, None)))
     return shown.getvalue()
+
+
+def test_the_lines_of_a_start_begin_as_those_that_the_code_logs():
+    folders = ("engine", "deployments", "cluster", "placement")
+    code = "".join(file.read_text() for folder in folders for file in page(folder).rglob("*.py"))
+    assert all(f'"{message}' in code for _, _, message, _ in START)
 
 
 def test_the_page_of_the_console_shows_it(printed):
