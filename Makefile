@@ -1,6 +1,6 @@
 # make serve   install into .venv, then serve the bundled model on http://127.0.0.1:8000
 # make test    install into .venv, then run the tests
-# make test-all  also those marked slow: every fault in every state, every Kubernetes overlay; the console in Chromium, if there is one
+# make test-all  also those marked slow: every fault in every state, every Kubernetes overlay; the console where Chromium is
 # make test-wheel  the wheel in an environment of its own: an offline answer, a server, prefill and decode
 # make test-real  SmolLM2-135M-Instruct against transformers, itself and the API; skipped where it was not fetched
 # make test-clients  conversations of well-known clients; installs them into build/clients

@@ -50,6 +50,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r".*manta doctor": "tests/serve/plain/test_cli.py",
     r"ray get-auth-token": HERE,
     r"ray |manta serve serve_config.yaml": NODES,
+    r"serve run": "tests/serve/serve_run.py",
     r"serve deploy|echo|cat|manta verify": SERVER,
     r"import json|for i in|python -c|.*manta simulate": HERE,
     r"manta bench offline": "tests/cluster/cli/bench",
