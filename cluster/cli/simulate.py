@@ -47,9 +47,9 @@ def simulate(
 
     manta simulate --trace azure-conversation --rate 60 --plan --prefill-replicas 1
     """
+    from cluster.lab.idle_flags import check_simulate
     from cluster.lab.planning.known_models import replica_sizes
     from cluster.lab.simulator.cluster import simulate as simulate_cluster
-    from cluster.lab.simulator.idle_flags import check_simulate
     from cluster.lab.simulator.planner import Planner
     from cluster.lab.simulator.report import show_plan, show_report, write_simulation_report
     from cluster.lab.simulator.results import figures

@@ -1,6 +1,6 @@
 """Flags that would be ignored because of others are refused by name, before anything is measured or read.
 
-`manta simulate` has a test of its own (tests/cluster/lab/simulator/test_idle_flags.py), which tries all of its flags.
+`manta simulate` has a test of its own (tests/cluster/lab/test_idle_flags.py), which tries all of its flags.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ IGNORED = {
         "--card l4": "with --tape, which tells it",
     },
     "tune --tape FILE --trace FILE": {
-        "--seed 3": "for the times of a file, unless --router is random or power_of_two",
+        "--seed 3": "with --tape, unless --trace is drawn",
         "--max-num-seqs 3": "with --tape, which tells it",
     },
     "simulate --trace fixed": {

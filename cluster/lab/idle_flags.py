@@ -23,6 +23,11 @@ def check_simulate(options: SimulationOptions, plan: bool, max_gpus: int | None)
         ("--network-gbit", not (sends or chooses_cards), "for one pool, if no requests move between its replicas"),
         ("--startup-s", options.autoscale is None, "without --autoscale, which starts replicas"),
         (
+            "--seed",
+            not _draws(options) and options.router not in ("random", "power_of_two"),
+            "for the times of a file, unless --router is random or power_of_two",
+        ),
+        (
             "--no-move-requests",
             options.autoscale is None or options.prefill_replicas > 0,
             "unless --autoscale may end replicas of a single pool",
@@ -30,7 +35,7 @@ def check_simulate(options: SimulationOptions, plan: bool, max_gpus: int | None)
     )
 
 
-def check_tune(options: SimulationOptions, objective: str) -> None:
+def check_tune(options: SimulationOptions, objective: str, has_tape: bool) -> None:
     """Raise InvalidParameter for a flag of `manta tune` that would be ignored, with a tape or without."""
     given, fixed = given_flags(options), "because `manta tune` compares clusters of fixed sizes"
     _check(options, given)
@@ -39,18 +44,18 @@ def check_tune(options: SimulationOptions, objective: str) -> None:
         ("--autoscale --switch-roles --startup-s --no-move-requests", True, fixed),
         ("--cards-per-node", True, "because `manta tune` does not change the cards of a replica"),
         ("--good", objective != "cost", "without --objective cost"),
+        ("--seed", has_tape and not _draws(options), "with --tape, unless --trace is drawn"),
     )
 
 
+def _draws(options: SimulationOptions) -> bool:
+    """Return whether requests, or their times, are drawn."""
+    return options.burstiness is not None or not is_file(options.trace)
+
+
 def _check(options: SimulationOptions, given: dict[str, object]) -> None:
-    drawn = options.burstiness is not None or not is_file(options.trace)
     refuse_idle(
         given,
-        (
-            "--seed",
-            not drawn and options.router not in ("random", "power_of_two"),
-            "for the times of a file, unless --router is random or power_of_two",
-        ),
         ("--disk-gbit", options.kv_offloading_disk_size is None, "without --kv-offloading-disk-size"),
         ("--store-gbit", options.kv_offloading_store_size is None, "without --kv-offloading-store-size"),
     )
