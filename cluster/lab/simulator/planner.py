@@ -33,10 +33,10 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        each = f", {self.replica_gpus} GPUs each" if self.replica_gpus > 1 else ""
+        each = f"of {self.replica_gpus} GPU{'s' if self.replica_gpus > 1 else ''}"
         if self.prefill:
-            return f"{self.prefill} prefill + {self.decode} decode{each}"
-        return f"{self.decode} replica{'s' if self.decode > 1 else ''}{each}"
+            return f"{self.prefill} prefill + {self.decode} decode {each}"
+        return f"{self.decode} replica{'s' if self.decode > 1 else ''} {each}"
 
 
 @dataclass(frozen=True, slots=True)

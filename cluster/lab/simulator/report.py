@@ -93,7 +93,7 @@ def _range(plan: Plan) -> str:
 
 
 def _found(candidate: Candidate | None) -> str:
-    return f"{candidate.name}, {candidate.gpus} GPUs" if candidate else "none is good enough"
+    return f"{candidate.name}, {candidate.gpus} in all" if candidate else "none is good enough"
 
 
 def _latencies(report: Report) -> Table:

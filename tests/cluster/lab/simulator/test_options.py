@@ -127,7 +127,7 @@ def test_a_plan_chooses_the_layout_of_a_replica_and_says_why():
         "best: tensor_parallel_size 4: 32.9 GiB of weights per rank, 3840 KiB per token for sums inside a node" in said
     )
     assert "because on 2 ranks weights and KV do not fit" in said
-    assert "one pool: 1 replica, 4 GPUs" in said
+    assert "one pool: 1 replica of 4 GPUs, 4 in all" in said
     assert "best:" not in CliRunner().invoke(cli.app, [*options, "--tensor-parallel-size", "8"]).stdout
 
 

@@ -146,7 +146,7 @@ def test_the_command_prints_a_report_and_a_plan():
     assert planned.exit_code == 0
     said = " ".join(planned.stdout.split())
     assert (
-        "take 1 replica the fewest GPUs of all clusters of one pool or two with up to 256 GPUs, 1, 2, 4 or 8 for each"
+        "take 1 replica of 1 GPU the fewest GPUs of all clusters of one pool or two with up to 256 GPUs, 1, 2, 4 or 8"
         in said
     )
 
