@@ -1,6 +1,6 @@
 # make serve   install into .venv, then serve the bundled model on http://127.0.0.1:8000
 # make test    install into .venv, then run the tests
-# make test-all  also those marked slow: every fault in every state, every Kubernetes overlay
+# make test-all  also those marked slow: every fault in every state, every Kubernetes overlay; the console where Chromium is
 # make test-wheel  the wheel in an environment of its own: an offline answer, a server, prefill and decode
 # make test-real  SmolLM2-135M-Instruct against transformers, itself and the API; skipped where it was not fetched
 # make test-clients  conversations of well-known clients; installs them into build/clients
@@ -40,6 +40,8 @@ test: $(INSTALLED) $(KERNELS) $(HELM)
 	TEST_DAY=$(TEST_DAY) $(TEST) --skip-unchanged --ignore tests/engine/model/ops/gpu
 	$(STAND_IN) --skip-unchanged
 
+CHROMIUM := $(shell command -v chromium || command -v google-chrome)
+
 # in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock
 # has the machine to itself.
 test-all: TEST_SEED ?= $(shell date +%s)
@@ -48,6 +50,7 @@ test-all: $(INSTALLED) $(KERNELS) $(HELM)
 	TEST_SEED=$(TEST_SEED) $(TEST) -m 'not (slow and serve)' --ignore tests/engine/model/ops/gpu
 	TEST_SEED=$(TEST_SEED) $(BIN)/pytest -m 'slow and serve'
 	$(STAND_IN) -m ''
+	$(if $(CHROMIUM),$(MAKE) test-browser,@echo "the console is not tested: no Chromium is installed (apt-get install chromium)")
 
 # Else each process of pytest compiles the kernels that its tests need
 $(KERNELS): $(shell find engine/model/ops/cpu -name '*.py') | $(INSTALLED)

@@ -14,14 +14,23 @@ from engine.errors import InvalidParameter
 if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
     from cluster.lab.simulator.planner import Candidate
 
+MAX_GPUS = 256
+
 
 @with_flags
 def simulate(
     options: SimulationOptions,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Find the fewest GPUs that meet the limits, with one pool or two.")
+        bool,
+        typer.Option(
+            "--plan",
+            help="Find the fewest GPUs that meet the limits: among all numbers of replicas of one pool, or two, and of "
+            "cards per replica.",
+        ),
     ] = False,
-    max_gpus: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs for --plan.")] = 256,
+    max_gpus: Annotated[
+        int | None, typer.Option(min=1, help=f"Maximum number of GPUs for --plan. Default: {MAX_GPUS}.")
+    ] = None,
     as_json: JsonOption = False,
     html: HtmlOption = None,
 ) -> None:
@@ -38,25 +47,30 @@ def simulate(
 
     manta simulate --trace azure-conversation --rate 60 --plan --prefill-replicas 1
     """
-    from cluster.lab.planning.known_models import with_layout
+    from cluster.lab.idle_flags import check_simulate
+    from cluster.lab.planning.known_models import replica_sizes
     from cluster.lab.simulator.cluster import simulate as simulate_cluster
     from cluster.lab.simulator.planner import Planner
     from cluster.lab.simulator.report import show_plan, show_report, write_simulation_report
     from cluster.lab.simulator.results import figures
-    from cluster.lab.simulator.spec import check_plan, find_trace, make_cluster
+    from cluster.lab.simulator.spec import check_plan, find_trace, make_cluster, make_clusters
     from cluster.terminal.progress import progress_bar
     from cluster.terminal.tables import show
 
+    check_simulate(options, plan, max_gpus)
+    limit = max_gpus or MAX_GPUS
     if plan:
         if html is not None:
             raise InvalidParameter("--html", str(html), "left out with --plan, which has no single run to show")
-        check_plan(options, max_gpus)
+        check_plan(options, limit)
     traffic = find_trace(options)
     if plan and options.tensor_parallel_size is None and options.cost is None:
-        options, told = with_layout(options, traffic, max_gpus)
+        sizes, told = replica_sizes(options, traffic, limit)
         if not as_json:
             show("layouts of a replica, by formulas", *told)
-    spec = make_cluster(options, traffic)
+        specs = make_clusters(options, traffic, sizes)
+    else:
+        specs = [make_cluster(options, traffic)]
     with progress_bar() as progress:
         if plan:
             task = progress.add_task("searching", total=None)
@@ -64,16 +78,16 @@ def simulate(
             def on_result(candidate: Candidate) -> None:
                 progress.update(task, advance=1, description=f"{candidate.name}: {candidate.report.good:.0%} good")
 
-            found = Planner(spec, traffic, max_gpus, on_result).plan()
+            found = Planner(specs, traffic, limit, on_result).plan()
         else:
             task = progress.add_task("requests", total=len(traffic))
-            report = simulate_cluster(spec, traffic, lambda done: progress.update(task, completed=done))
+            report = simulate_cluster(specs[0], traffic, lambda done: progress.update(task, completed=done))
     if html is not None:
         write_simulation_report(html, report)
     if as_json:
         print(json.dumps(figures(found if plan else report)))
     elif plan:
-        show_plan(found, spec.slo)
+        show_plan(found, specs[0].slo)
     else:
-        show_report(report, spec.slo)
+        show_report(report, specs[0].slo)
     raise typer.Exit(1 if plan and found.best is None else 0)

@@ -29,8 +29,11 @@ class SimulationOptions:
     )
     requests: int = option(2000, "Number of requests; with a file, the first requests of the file.", **TRAFFIC, min=1)
     rate: float | None = option(None, "Requests per second. Default: 10, or the times in the file.", **TRAFFIC)
-    burstiness: float = option(
-        1.0, "Shape of the arrivals: 1 is a Poisson process; below 1, requests arrive in bursts.", **TRAFFIC
+    burstiness: float | None = option(
+        None,
+        "Shape of the arrivals: 1 is a Poisson process; below 1, requests arrive in bursts; above 1, more evenly. "
+        "Default: 1, or the times in the file.",
+        **TRAFFIC,
     )
     seed: int = option(0, "Equal seeds give equal traces and results.", **TRAFFIC)
     replicas: int = option(4, "Replicas that answer requests; --plan searches this number.", **CLUSTER, min=1)
@@ -76,11 +79,11 @@ class SimulationOptions:
     card: str = option("h100", "a100, h100, h200 or l4.", **ENGINE)
     tensor_parallel_size: int | None = option(
         None,
-        "Cards per replica. Default: 1, or with --plan the number with which a card computes most tokens per second.",
+        "Cards per replica. Default: 1; --plan tries 1, 2, 4 and so on, up to --cards-per-node.",
         **ENGINE,
         min=1,
     )
-    cards_per_node: int = option(8, "Cards of a machine, for the layout that --plan chooses.", **ENGINE, min=1)
+    cards_per_node: int = option(8, "Cards of a machine, for --plan.", **ENGINE, min=1)
     cost: Path | None = option(
         None,
         "File with the measured cost of steps, written by `python -m benchmarks.simulator.fit`. "

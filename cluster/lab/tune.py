@@ -10,12 +10,13 @@ from typing import Any
 from rich.table import Table
 
 from cluster.config.tune_options import TuneOptions
+from cluster.flags import given_flags, refuse_idle
 from cluster.lab.recorded.prediction import LABELS, cautions, told
 from cluster.lab.recorded.recording import Recording
 from cluster.lab.recorded.what_if import UNKNOWN, Baseline, Figures, simulated_figures
 from cluster.lab.simulator.cluster import simulate
 from cluster.lab.simulator.spec import ClusterSpec, GoodputSlo, find_trace, make_cluster
-from cluster.lab.simulator.trace import Trace
+from cluster.lab.simulator.trace import Trace, is_file
 from cluster.lab.simulator.tuning.search import Trial
 from cluster.lab.simulator.tuning.settings import parse_setting, to_yaml
 from cluster.terminal.tables import figure, make_table, show
@@ -73,18 +74,14 @@ class Result:
 
 def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
     """Return where the search begins. Raises ServingError."""
-    given = options.given()
-    for flag in ("--autoscale", "--switch-roles"):
-        if flag in given:
-            raise InvalidParameter(flag, given[flag], "left out, because `manta tune` compares clusters of fixed sizes")
+    given = given_flags(options)
     if not tapes:
         if not options.trace:
             raise InvalidParameter("--tape", None, "given, or --trace")
         trace = find_trace(whole_file(options))
         return Start(make_cluster(options, trace), trace)
-    for flag, value in given.items():
-        if flag not in (WITH_TRACE if options.trace else WITH_TAPE):
-            raise InvalidParameter(flag, value, "left out with --tape, which tells it")
+    from_tape = given.keys() - (WITH_TRACE if options.trace else WITH_TAPE)
+    refuse_idle(given, (" ".join(from_tape), True, "with --tape, which tells it"))
     baseline = Baseline(Recording.of_files(tapes), GoodputSlo.of(options))
     if options.trace:
         return Start(baseline.spec, find_trace(whole_file(options)), baseline, is_other_load=True)
@@ -94,7 +91,7 @@ def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
 
 def whole_file(options: TuneOptions) -> TuneOptions:
     """Return the options with all requests of a trace's file, of which the busiest are chosen later."""
-    return replace(options, requests=sys.maxsize) if Path(options.trace).is_file() else options
+    return replace(options, requests=sys.maxsize) if is_file(options.trace) else options
 
 
 def parse_values(text: str) -> list[tuple[str, Any]]:

@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from ray.serve._private import constants
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from cluster import serve_config as config
+from cluster.ray_environment import ENVIRONMENT
 from engine.errors import ConfigError
+from tests.docs.pages import block
 
 APPLICATION = {"import_path": "manta:build", "args": {"models": [{"name": "pocket", "model": "pocket"}]}}
 
@@ -22,6 +26,14 @@ def test_known_keys_are_those_of_rays_schemas():
     assert set(ServeDeploySchema.model_fields) == config.TOP_KEYS
     assert set(HTTPOptionsSchema.model_fields) == config.HTTP_KEYS
     assert set(ServeApplicationSchema.model_fields) == config.APPLICATION_KEYS
+
+
+def test_the_file_can_give_serves_proxy_the_time_that_operations_md_says():
+    options = yaml.safe_load(block("docs/operations.md", "yaml", with_="controller_options"))
+    assert config.check_serve_config(with_() | options) == ["pocket"]
+    read = ServeDeploySchema.model_validate(with_() | options).controller_options
+    (variable,) = read.runtime_env["env_vars"]
+    assert variable in ENVIRONMENT and f'"{variable}"' in Path(constants.__file__).read_text()
 
 
 @pytest.mark.parametrize(

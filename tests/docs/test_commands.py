@@ -52,6 +52,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"ray get-auth-token": HERE,
     r"ray |manta serve serve_config.yaml": NODES,
     r"manta generate|cat in.jsonl": "tests/docs/test_offline.py",
+    r"serve run": "tests/serve/serve_run.py",
     r"serve deploy|echo|cat|manta verify": SERVER,
     r"python -c import sys,yaml": "tests/docs/test_observability.py",
     r"import json|for i in|python -c|.*manta simulate": HERE,
@@ -69,6 +70,19 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"python -m benchmarks.simulator.fit": "tests/benchmarks/simulator",
     r"python -m benchmarks.simulator.write_trace": HERE,
 }
+
+
+def test_contributing_lists_every_make_target_that_tests():
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets is not None
+    listed = re.findall(r"^\| `make ([\w-]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    testing = {
+        target
+        for target in targets[1].split()
+        if re.search(r"\bpytest\b", subprocess.check_output(["make", "-n", "-C", ROOT, target], text=True))
+    }
+    assert {"test", "test-all", "test-browser", "test-gpu"} <= testing <= {*listed}
+    assert {*listed} <= {*targets[1].split()}
 
 
 def test_every_command_of_a_page_is_run_by_a_test_or_the_table_says_why_not():

@@ -36,6 +36,7 @@ def offline(
     from cluster.cli.bench.tables import show_offline
     from cluster.terminal.progress import progress_bar
 
+    load.check_flags()
     with progress_bar() as progress:
         report = measure(load, model=model, progress=progress, **engine)
     if as_json:
@@ -87,7 +88,9 @@ def serve(
     from cluster.terminal.progress import progress_bar
 
     objectives = parse_goodput(goodput or "")
-    if trace is not None:
+    if trace is None:
+        load.check_flags()
+    else:
         from cluster.cli.bench.trace_load import TraceLoad
 
         load = TraceLoad.of(trace, load)

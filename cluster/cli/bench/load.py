@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.cli.bench.prompts import BenchRequest, preset, random_jobs, with_prefixes
-from cluster.flags import flag
+from cluster.flags import flag, given_flags, refuse_idle
 from engine.errors import InvalidParameter
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -20,7 +20,7 @@ class OfflineLoad:
     PANEL: ClassVar = "Load"
     workload: str | None = flag(
         None,
-        "A preset that replaces the four options below. Its token ids can be given to other engines too. "
+        "A preset in place of the four options below. Its token ids can be given to other engines too. "
         "W1: 64 x 128 in, 64 out (Qwen3: 16 x 256 in, 64 out). W2: one stream, 128 in, 128 out. The model needs a "
         "vocabulary of 31,000.",
     )
@@ -30,6 +30,11 @@ class OfflineLoad:
     seed: int = flag(0, "Seed of the random prompts.")
     repetitions: int = flag(5, "Repetitions, each with new prompts.", min=1)
     warmup: int = flag(1, "Repetitions before the measured ones.", min=0)
+
+    def check_flags(self) -> None:
+        """Raise InvalidParameter for a flag that would be ignored."""
+        fixed = "--requests --input-len --output-len --seed"
+        refuse_idle(given_flags(self), (fixed, self.workload is not None, "with --workload, which sets it"))
 
     def batch(self, number: int, model: str, vocab_size: int) -> list[BenchRequest]:
         if self.workload:
@@ -66,6 +71,16 @@ class ServeLoad:
         for name in ("request_rate", "burstiness"):
             if not getattr(self, name) > 0:
                 raise InvalidParameter(name, getattr(self, name), "above 0")
+
+    def check_flags(self) -> None:
+        """Raise InvalidParameter for a flag that would be ignored."""
+        sends_words = self.text or self.endpoint == "chat"
+        refuse_idle(
+            given_flags(self),
+            ("--burstiness", math.isinf(self.request_rate), "without --request-rate: all requests are sent at once"),
+            ("--prefix-groups", not self.prefix_len, "without --prefix-len"),
+            ("--vocab-size", sends_words, "with --text and --endpoint chat, which send words"),
+        )
 
     @property
     def path(self) -> str:

@@ -11,10 +11,10 @@ import msgspec
 from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.prompts import trace_prompts, with_prefixes
 from cluster.cli.bench.traces import read_trace
+from cluster.flags import given_flags, refuse_idle
 from cluster.lab.simulator.trace import Trace
-from engine.errors import InvalidParameter
 
-FROM_TRACE = ("num_prompts", "burstiness", "input_len", "output_len", "prefix_len", "prefix_groups", "text", "endpoint")
+FROM_TRACE = "--num-prompts --burstiness --input-len --output-len --prefix-len --prefix-groups --text --endpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,8 @@ class TraceLoad(ServeLoad):
     @classmethod
     def of(cls, path: Path, load: ServeLoad) -> TraceLoad:
         """Return the load of a file. load: the other options. Raises InvalidParameter."""
+        refuse_idle(given_flags(load), (FROM_TRACE, True, "with --trace, which tells it"))
         own: dict[str, Any] = {each.name: getattr(load, each.name) for each in fields(load)}
-        for each in fields(load):
-            if each.name in FROM_TRACE and own[each.name] != each.default:
-                limit = "left out with --trace, which tells it"
-                raise InvalidParameter(f"--{each.name.replace('_', '-')}", own[each.name], limit)
         trace = read_trace(path)
         if load.request_rate != float("inf"):
             trace = trace.at_rate(load.request_rate)

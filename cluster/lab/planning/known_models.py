@@ -71,16 +71,18 @@ def find_layouts(shape: ModelShape, machines: Machines, load: Workload) -> list[
     return plan(sizes_of(shape), machines, load)
 
 
-def with_layout(options: SimulationOptions, traffic: Trace, max_gpus: int) -> tuple[SimulationOptions, list[str]]:
-    """Return the options with the best layout of a replica, and what there is to say about it. The simulator knows
-    only tensor parallel ranks inside a machine, so other layouts are named, and not simulated."""
-    cards = max_gpus // (2 if options.prefill_replicas else 1)  # of each pool
-    nodes, devices = max(1, cards // options.cards_per_node), min(options.cards_per_node, cards)
+def replica_sizes(options: SimulationOptions, traffic: Trace, max_gpus: int) -> tuple[list[int], list[str]]:
+    """Return the numbers of cards that a replica can have, the best by formulas first, and what there is to say about
+    its layouts. The simulator knows only tensor parallel ranks inside a machine; other layouts are only named."""
+    nodes, devices = max(1, max_gpus // options.cards_per_node), min(options.cards_per_node, max_gpus)
     machines = machines_of(find_card(options.card), nodes, devices, options.network_gbit)
     load = Workload(traffic.mean, traffic.longest, options.tpot_ms / 1000, options.max_num_seqs)
     found = find_layouts(find_model(options.model), machines, load)
-    known = next(layout for layout in found if layout.ranks == layout.tensor and layout.tensor_inside)
+    known = [layout for layout in found if layout.ranks == layout.tensor and layout.tensor_inside]
     told = lines(found, load)
-    if known is not found[0]:
-        told.append(f"simulated: {known.name}, because the simulator knows neither stages nor sums between machines")
-    return replace(options, tensor_parallel_size=known.tensor), told
+    sizes = list(dict.fromkeys(layout.tensor for layout in known))
+    if known[0] is not found[0]:
+        tried = ", ".join(map(str, sorted(sizes)))
+        why_others = "because the simulator knows neither stages nor sums between machines"
+        told.append(f"simulated: tensor_parallel_size {tried}, {why_others}")
+    return sizes, told

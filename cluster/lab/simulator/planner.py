@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.lab.simulator.cluster import simulate
 from cluster.lab.simulator.results import Report
 from cluster.lab.simulator.spec import ClusterSpec
 from cluster.lab.simulator.trace import Trace
+
+Sizes = tuple[int, int]  # decode replicas, prefill replicas
+CHANCE = 0.05  # fraction of the requests that a smaller cluster may serve better than a larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,7 @@ class Candidate:
 
     decode: int
     prefill: int  #: prefill replicas; 0 for one pool that does both
+    replica_gpus: int
     report: Report
 
     @property
@@ -24,10 +28,15 @@ class Candidate:
         return self.report.gpus
 
     @property
+    def replicas(self) -> int:
+        return self.decode + self.prefill
+
+    @property
     def name(self) -> str:
+        each = f"of {self.replica_gpus} GPU{'s' if self.replica_gpus > 1 else ''}"
         if self.prefill:
-            return f"{self.prefill} prefill + {self.decode} decode"
-        return f"{self.decode} replica{'s' if self.decode > 1 else ''}"
+            return f"{self.prefill} prefill + {self.decode} decode {each}"
+        return f"{self.decode} replica{'s' if self.decode > 1 else ''} {each}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,8 @@ class Plan:
     shared: Candidate | None
     split: Candidate | None
     tried: list[Candidate]
+    replica_gpus: list[int]  #: sizes of a replica among which the plan chooses
+    max_gpus: int
 
     @property
     def best(self) -> Candidate | None:
@@ -47,65 +58,144 @@ class Plan:
 class Planner:
     """Searches clusters of up to `max_gpus` GPUs.
 
-    It assumes that more replicas of a pool never lower the fraction of good requests, except by chance.
+    It assumes that more replicas of a pool do not lower the fraction of good requests by more than CHANCE. So a cluster
+    that misses the SLO by more is tried once for all smaller ones.
     """
 
     def __init__(
         self,
-        spec: ClusterSpec,
+        specs: Sequence[ClusterSpec],
         trace: Trace,
         max_gpus: int,
         on_result: Callable[[Candidate], None] = lambda candidate: None,
     ):
-        """spec: cluster whose numbers of replicas are searched. Without prefill replicas, two pools are not tried."""
-        self._spec, self._trace, self._max_gpus, self._on_result = spec, trace, max_gpus, on_result
-        self._tried: dict[tuple[int, int], Candidate] = {}
+        """specs: clusters whose numbers of replicas are searched, one for each size of a replica, the most promising
+        first. Without prefill replicas, two pools are not tried."""
+        self._specs, self._trace, self._max_gpus, self._on_result = specs, trace, max_gpus, on_result
+        self._tried: list[Candidate] = []
 
     def plan(self) -> Plan:
-        shared = self._fewest(lambda n: self._try(n, 0), self._max_gpus // self._spec.replica_gpus)
-        split = self._split() if self._spec.prefill_replicas else None
-        return Plan(shared, split, list(self._tried.values()))
+        shared = split = None
+        for spec in self._specs:
+            search = _Search(spec, self._simulated)
+            shared = search.shared(self._limit(spec, shared), shared is None) or shared
+            if spec.prefill_replicas:
+                split = search.split(self._limit(spec, split), split is None) or split
+        sizes = sorted(spec.replica_gpus for spec in self._specs)
+        return Plan(shared, split, self._tried, sizes, self._max_gpus)
 
-    def _split(self) -> Candidate | None:
-        """Until both pools suffice, double whichever pool improves the result more; then shrink each pool as far as
-        possible."""
-        best = self._try(1, 1)
-        while not self._suffices(best):
-            larger = [(2 * best.decode, best.prefill), (best.decode, 2 * best.prefill)]
-            found = [self._try(*sizes) for sizes in larger if sum(sizes) * self._spec.replica_gpus <= self._max_gpus]
-            if not found:
-                return None
-            best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
-        for _ in range(2):  # shrinking one pool may allow the other to shrink further
-            start = best
-            best = self._fewest(lambda n, d=best.decode: self._try(d, n), best.prefill) or best  # type: ignore[misc]
-            best = self._fewest(lambda n, p=best.prefill: self._try(n, p), best.decode) or best  # type: ignore[misc]
-            if (best.decode, best.prefill) == (start.decode, start.prefill):
-                break
+    def _limit(self, spec: ClusterSpec, best: Candidate | None) -> int:
+        """Return how many replicas take fewer GPUs than the best cluster so far."""
+        return (self._max_gpus if best is None else best.gpus - 1) // spec.replica_gpus
+
+    def _simulated(self, spec: ClusterSpec, decode: int, prefill: int) -> Candidate:
+        report = simulate(replace(spec, replicas=decode, prefill_replicas=prefill), self._trace)
+        candidate = Candidate(decode, prefill, spec.replica_gpus, report)
+        self._tried.append(candidate)
+        self._on_result(candidate)
+        return candidate
+
+
+class _Search:
+    """The search among the numbers of replicas of one size."""
+
+    def __init__(self, spec: ClusterSpec, simulated: Callable[[ClusterSpec, int, int], Candidate]):
+        self._spec, self._simulated = spec, simulated
+        self._tried: dict[Sizes, Candidate] = {}
+
+    def shared(self, limit: int, climb: bool) -> Candidate | None:
+        """Return the fewest replicas of one pool, up to `limit`. climb: whether to begin with one; else with `limit`,
+        where the search ends if another size of a replica does with fewer GPUs."""
+        best, found = None, (self._climbed([(1, 0)], limit) if climb else None) or self._below(_one_pool, limit)
+        while found is not None:
+            best = self._fewest(_one_pool, found.decode)
+            found = self._below(_one_pool, best.decode - 1)
         return best
 
-    def _fewest(self, of: Callable[[int], Candidate], limit: int) -> Candidate | None:
-        """Return the smallest number up to `limit` that suffices, found by doubling and then by bisection."""
-        low = high = 1
-        while not self._suffices(found := of(high)):
-            if high >= limit:
-                return None
-            low, high = high + 1, min(2 * high, limit)
-        best = found
+    def split(self, limit: int, climb: bool) -> Candidate | None:
+        """Return the fewest replicas of two pools, up to `limit` together."""
+        best, found = None, (self._climbed([(1, 1)], limit) if climb else None) or self._within(limit)
+        while found is not None:
+            best = self._shrunk(found)
+            found = self._within(best.replicas - 1)
+        return best
+
+    def _climbed(self, sizes: list[Sizes], limit: int) -> Candidate | None:
+        """Double the pool that improves the result more until the cluster suffices."""
+        while found := [self._try(each) for each in sizes if sum(each) <= limit]:
+            best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
+            if self._suffices(best):
+                return best
+            sizes = [(2 * best.decode, best.prefill)]
+            if best.prefill:
+                sizes.append((best.decode, 2 * best.prefill))
+        return None
+
+    def _within(self, total: int) -> Candidate | None:
+        """Return two pools of up to `total` replicas together that suffice. Decode pools of several sizes are excluded
+        at once if a cluster with the largest of them, and with the most prefill replicas beside any, is hopeless."""
+        ranges = [(1, total - 1)] if total > 1 else []
+        while ranges:
+            low, high = ranges.pop()
+            corner = high, total - low
+            if low == high:
+                if found := self._below(lambda n, d=low: (d, n), total - low):  # type: ignore[misc]
+                    return found
+            elif not self._hopeless(corner):
+                larger = self._tried.get(corner)  # None if it is known to suffice because a smaller one does
+                if larger and self._suffices(larger) and (found := self._shrunk(larger)).replicas <= total:
+                    return found
+                middle = (low + high) // 2
+                ranges += [(low, middle), (middle + 1, high)]
+        return None
+
+    def _shrunk(self, found: Candidate) -> Candidate:
+        """Shrink each pool as far as possible."""
+        best = self._fewest(lambda n: (found.decode, n), found.prefill)
+        return self._fewest(lambda n: (n, best.prefill), best.decode)
+
+    def _fewest(self, sizes: Callable[[int], Sizes], enough: int) -> Candidate:
+        """Return the smallest number that suffices, found by bisection. enough: one that does."""
+        low, high = 1, enough
         while low < high:
             middle = (low + high) // 2
-            if self._suffices(found := of(middle)):
-                best, high = found, middle
-            else:
+            if self._hopeless(sizes(middle)) or not self._suffices(self._try(sizes(middle))):
                 low = middle + 1
-        return best
+            else:
+                high = middle
+        return self._try(sizes(high))
+
+    def _below(self, sizes: Callable[[int], Sizes], limit: int) -> Candidate | None:
+        """Return the largest number up to `limit` that suffices, unless a larger one is hopeless."""
+        for number in range(limit, 0, -1):
+            if self._hopeless(sizes(number)):
+                return None
+            if self._suffices(found := self._try(sizes(number))):
+                return found
+        return None
 
     def _suffices(self, candidate: Candidate) -> bool:
         return candidate.report.good >= self._spec.slo.fraction
 
-    def _try(self, decode: int, prefill: int) -> Candidate:
-        if (decode, prefill) not in self._tried:
-            report = simulate(replace(self._spec, replicas=decode, prefill_replicas=prefill), self._trace)
-            self._tried[decode, prefill] = candidate = Candidate(decode, prefill, report)
-            self._on_result(candidate)
-        return self._tried[decode, prefill]
+    def _hopeless(self, sizes: Sizes) -> bool:
+        """Return whether neither these pools nor smaller ones can suffice."""
+        tried, low = self._tried.items(), self._spec.slo.fraction - CHANCE
+        if any(_covers(larger, sizes) and candidate.report.good < low for larger, candidate in tried):
+            return True
+        if any(_covers(sizes, smaller) and self._suffices(candidate) for smaller, candidate in tried):
+            return False
+        return self._try(sizes).report.good < low
+
+    def _try(self, sizes: Sizes) -> Candidate:
+        if sizes not in self._tried:
+            self._tried[sizes] = self._simulated(self._spec, *sizes)
+        return self._tried[sizes]
+
+
+def _one_pool(replicas: int) -> Sizes:
+    return replicas, 0
+
+
+def _covers(larger: Sizes, smaller: Sizes) -> bool:
+    """Return whether each of the pools is at least as large, and there are as many pools."""
+    return larger[0] >= smaller[0] and larger[1] >= smaller[1] and bool(larger[1]) == bool(smaller[1])

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from cluster.lab.simulator.billing.cost_tables import cost_rows, cost_table
-from cluster.lab.simulator.planner import Candidate, Plan
+from cluster.lab.simulator.planner import CHANCE, Candidate, Plan
 from cluster.lab.simulator.results import PoolUse, Report
 from cluster.lab.simulator.spec import GoodputSlo
 from cluster.terminal.html_report import Chart, distribution, rate_over_time, steps_over_time, write_report
@@ -78,11 +78,22 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
             if costs is None
             else f": {costs.per_hour:,.2f} per hour, {100 * sum(costs.wasted.values()):.0f} % wasted"
         )
-        show(f"take {plan.best.name}{told}")
+        show(f"take {plan.best.name}{told}", _range(plan))
+
+
+def _range(plan: Plan) -> str:
+    """Return among which clusters the plan has fewest GPUs."""
+    pools = "one pool or two" if any(candidate.prefill for candidate in plan.tried) else "one pool"
+    *sizes, last = [str(size) for size in plan.replica_gpus]
+    each = f"{', '.join(sizes)} or {last}" if sizes else last
+    return (
+        f"the fewest GPUs of all clusters of {pools} with up to {plan.max_gpus} GPUs, {each} for each replica, if more "
+        f"replicas of a pool never lower the good requests by more than {100 * CHANCE:g} %"
+    )
 
 
 def _found(candidate: Candidate | None) -> str:
-    return f"{candidate.name}, {candidate.gpus} GPUs" if candidate else "none is good enough"
+    return f"{candidate.name}, {candidate.gpus} in all" if candidate else "none is good enough"
 
 
 def _latencies(report: Report) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,11 +22,11 @@ from cluster.lab.simulator.cost_model import (
     roofline,
 )
 from cluster.lab.simulator.kv_layers import KVLayers, divide
-from cluster.lab.simulator.trace import KINDS, Trace, make_trace
+from cluster.lab.simulator.trace import Trace, is_file, make_trace
 from deployments.billing.prices import FREE, Prices
 from deployments.routing.config import Role
 from engine.config import EngineConfig
-from engine.errors import InvalidParameter
+from engine.errors import InvalidParameter, ServingError
 from engine.options.handoff import HandoffConfig
 
 NO_LIMIT = 10**9
@@ -131,11 +132,13 @@ class ClusterSpec:
 
 def find_trace(options: SimulationOptions) -> Trace:
     """Return the trace. Raises InvalidParameter."""
-    if options.trace not in KINDS and Path(options.trace).is_file():
+    if is_file(options.trace):
         found = Trace.read(Path(options.trace)).first(options.requests)
-        return found if options.rate is None else found.at_rate(options.rate)
+        found = found if options.rate is None else found.at_rate(options.rate)
+        return found if options.burstiness is None else found.drawn(options.burstiness, options.seed)
     rate = DEFAULT_RATE if options.rate is None else options.rate
-    return make_trace(options.trace, options.requests, rate, burstiness=options.burstiness, seed=options.seed)
+    burstiness = 1.0 if options.burstiness is None else options.burstiness
+    return make_trace(options.trace, options.requests, rate, burstiness=burstiness, seed=options.seed)
 
 
 def check_plan(options: SimulationOptions, max_gpus: int) -> None:
@@ -207,6 +210,20 @@ def make_cluster(options: SimulationOptions, trace: Trace) -> ClusterSpec:
         seed=options.seed,
     )
     return spec if measured is None or measured.request_s is None else spec.with_request(measured.request_s)
+
+
+def make_clusters(options: SimulationOptions, trace: Trace, sizes: Sequence[int]) -> list[ClusterSpec]:
+    """Return a cluster for each of the numbers of cards that are enough for a replica, in their order. Raises
+    ServingError if none is."""
+    found, refusals = [], []
+    for size in sizes:
+        try:
+            found.append(make_cluster(replace(options, tensor_parallel_size=size), trace))
+        except ServingError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    return found
 
 
 def _tiers(options: SimulationOptions, kv_bytes: float, host: float, alike: bool) -> tuple[TierSpec, ...]:

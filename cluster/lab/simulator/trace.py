@@ -125,6 +125,15 @@ class Trace:
             return self
         return replace(self, arrivals_s=self.arrivals_s * (len(self) / requests_per_s / self.duration_s))
 
+    def drawn(self, burstiness: float, seed: int) -> Trace:
+        """Return the same requests at the same rate, with arrival times as of a synthetic trace. Raises
+        InvalidParameter."""
+        _check_burstiness(burstiness)
+        if not self.duration_s:
+            return self
+        times = arrival_times(len(self), len(self) / self.duration_s, burstiness, seed)
+        return replace(self, arrivals_s=np.array(times))
+
     @classmethod
     def read(cls, path: Path) -> Trace:
         """Read JSON lines in Mooncake's format (arXiv:2407.00079): timestamp in ms, input_length, output_length, and
@@ -200,10 +209,19 @@ def make_trace(name: str, requests: int, rate: float, *, burstiness: float = 1.0
         raise InvalidParameter("requests", requests, "at least 1")
     if not (rate > 0 and math.isfinite(rate)):
         raise InvalidParameter("rate", rate, "above 0 and finite")
-    if not burstiness > 0:
-        raise InvalidParameter("burstiness", burstiness, "above 0")
+    _check_burstiness(burstiness)
     arrivals = np.array(arrival_times(requests, rate, burstiness, seed))
     return KINDS[name](arrivals, np.random.default_rng([seed, 1]))
+
+
+def is_file(name: str) -> bool:
+    """Return whether a trace is read from a file."""
+    return name not in KINDS and Path(name).is_file()
+
+
+def _check_burstiness(burstiness: float) -> None:
+    if not burstiness > 0:
+        raise InvalidParameter("burstiness", burstiness, "above 0")
 
 
 def lognormal(random: Random, size: int, median: float, mean: float, longest: int) -> Counts:

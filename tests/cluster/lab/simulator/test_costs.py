@@ -140,11 +140,11 @@ def test_without_prices_nothing_is_measured():
     assert not any(isinstance(replica.meter, EngineMeter) for replica in cluster.pools["decode"].replicas)
 
 
-FIXED = ["simulate", "--requests", "40", "--trace", "fixed", "--rate", "20", "--replicas", "2"]
+FIXED = ["simulate", "--requests", "40", "--trace", "fixed", "--rate", "20"]
 
 
 def run(*options: str) -> str:
-    found = CliRunner().invoke(cli.app, [*FIXED, *options])
+    found = CliRunner().invoke(cli.app, [*FIXED, *options, *([] if "--plan" in options else ["--replicas", "2"])])
     assert found.exit_code == 0, found.exception
     return found.stdout
 
@@ -155,7 +155,7 @@ def test_the_command_tells_costs_if_it_is_given_prices():
     assert "cost per hour" in table and "8.40" in table and "wasted (idle), %" in table
     assert json.loads(run("--engine-hour", "4.2", "--json"))["costs"]["per_hour"] == pytest.approx(8.4)
     planned = run("--gpu-hour", "2.1", "--tensor-parallel-size", "2", "--plan")
-    assert "take 1 replica: 4.20 per hour" in planned and "what it costs" in planned
+    assert "take 1 replica of 2 GPUs: 4.20 per hour" in planned and "what it costs" in planned
     assert "what it costs" not in run("--plan")
 
 

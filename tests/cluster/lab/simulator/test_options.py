@@ -50,7 +50,7 @@ def refusal(*options: str) -> str:
             "--max-gpus must be at least 4, the GPUs of the smallest cluster (--tensor-parallel-size 2), got 3",
         ),
         ("--tensor-parallel-size 3", "--tensor-parallel-size must be a divisor of the 32 heads of llama-3.1-8b, got 3"),
-        ("--network-gbit 0", "--network-gbit must be above 0 and finite, got 0.0"),
+        ("--prefill-replicas 1 --network-gbit 0", "--network-gbit must be above 0 and finite, got 0.0"),
         (
             "--num-gpu-blocks-override 9",
             "--num-gpu-blocks-override must be at least 10, so that blocks of 64 tokens hold the longest request of "
@@ -127,7 +127,7 @@ def test_a_plan_chooses_the_layout_of_a_replica_and_says_why():
         "best: tensor_parallel_size 4: 32.9 GiB of weights per rank, 3840 KiB per token for sums inside a node" in said
     )
     assert "because on 2 ranks weights and KV do not fit" in said
-    assert "one pool: 1 replica, 4 GPUs" in said
+    assert "one pool: 1 replica of 4 GPUs, 4 in all" in said
     assert "best:" not in CliRunner().invoke(cli.app, [*options, "--tensor-parallel-size", "8"]).stdout
 
 
@@ -137,7 +137,7 @@ def test_a_plan_names_a_layout_that_the_simulator_does_not_know():
     said = " ".join(result.stdout.split())
     assert "best: tensor_parallel_size 4, pipeline_parallel_size 2: " in said
     assert (
-        "simulated: tensor_parallel_size 4, because the simulator knows neither stages nor sums between machines"
+        "simulated: tensor_parallel_size 1, 2, 4, because the simulator knows neither stages nor sums between machines"
         in said
     )
     assert "tensor_parallel_size must be enough cards for 141 GB of weights" in str(result.exception)

@@ -3,51 +3,152 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from random import Random
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cluster.cli import main as cli
 from cluster.lab.simulator.cluster import simulate
-from cluster.lab.simulator.planner import Planner
-from cluster.lab.simulator.spec import GoodputSlo
-from cluster.lab.simulator.trace import make_trace
-from tests.cluster.lab.simulator.small_cluster import small_cluster
+from cluster.lab.simulator.cost_model import roofline
+from cluster.lab.simulator.planner import CHANCE, Planner
+from cluster.lab.simulator.spec import ClusterSpec, GoodputSlo
+from cluster.lab.simulator.trace import Trace, make_trace
+from tests.cluster.lab.simulator.small_cluster import CARD, MODEL, small_cluster
 
 TRACE = make_trace("fixed", 60, 40.0)
 SLO = GoodputSlo(ttft_s=0.3, tpot_s=0.015)
+MAX_GPUS = 4
+LOADS = [  # trace, requests/s, burstiness, time to the first token, time per token
+    ("fixed", 40, 1.0, 0.3, 0.015),
+    ("fixed", 300, 1.0, 0.2, 0.015),
+    ("fixed", 300, 0.2, 0.5, 0.012),
+    ("fixed", 600, 1.0, 0.2, 0.008),
+    ("azure-code", 30, 1.0, 1.0, 0.05),
+    ("azure-code", 60, 0.5, 0.5, 0.05),
+    ("azure-conversation", 20, 1.0, 0.5, 0.02),
+    ("azure-conversation", 60, 1.0, 1.0, 0.05),
+    ("mooncake", 6, 1.0, 2.0, 0.05),
+    ("shared-prefix", 40, 1.0, 0.3, 0.02),
+]
 
 
-def test_the_plan_is_the_smallest_cluster_that_is_good_enough():
-    plan = Planner(replace(small_cluster(1, router="round_robin"), slo=SLO), TRACE, 64).plan()
-    assert plan.shared and plan.split and plan.best
-    assert plan.shared.report.good >= SLO.fraction
-    fewer = small_cluster(router="round_robin", replicas=plan.shared.decode - 1)
-    assert simulate(replace(fewer, slo=SLO), TRACE).good < SLO.fraction
-    assert plan.split.report.good >= SLO.fraction
-    for prefill, decode in ((plan.split.prefill - 1, plan.split.decode), (plan.split.prefill, plan.split.decode - 1)):
-        if prefill and decode:
-            smaller = small_cluster(prefill, replicas=decode, router="round_robin")
-            assert simulate(replace(smaller, slo=SLO), TRACE).good < SLO.fraction
-    assert plan.best.gpus == min(plan.shared.gpus, plan.split.gpus)
+def clusters_of(slo: GoodputSlo, prefill: int = 1) -> list[ClusterSpec]:
+    """Return a cluster for each size of a replica, 2 GPUs first."""
+    spec = replace(small_cluster(prefill, router="round_robin", num_blocks=10_000), slo=slo)
+    return [replace(spec, replica_gpus=ranks, cost=roofline(MODEL, CARD, ranks)) for ranks in (2, 1, 4)]
+
+
+def sizes_within(gpus: int, replica_gpus: int) -> Iterator[tuple[int, int]]:
+    """Yield all numbers of decode and of prefill replicas."""
+    replicas = gpus // replica_gpus
+    yield from ((decode, prefill) for decode in range(1, replicas + 1) for prefill in range(replicas - decode + 1))
+
+
+@pytest.mark.parametrize("load", LOADS, ids=str)
+def test_no_smaller_cluster_meets_the_limits(load, monkeypatch):
+    trace, rate, burstiness, ttft_s, tpot_s = load
+    traffic = make_trace(trace, 30, rate, burstiness=burstiness)
+    specs = clusters_of(GoodputSlo(ttft_s=ttft_s, tpot_s=tpot_s))
+    simulated = cache(lambda spec, trace: simulate(spec, trace))
+    monkeypatch.setattr("cluster.lab.simulator.planner.simulate", simulated)
+    plan = Planner(specs, traffic, MAX_GPUS).plan()
+    fewest = {}
+    for spec in specs:
+        for decode, prefill in sizes_within(MAX_GPUS, spec.replica_gpus):
+            report = simulated(replace(spec, replicas=decode, prefill_replicas=prefill), traffic)
+            if report.good >= spec.slo.fraction:
+                fewest[bool(prefill)] = min(report.gpus, fewest.get(bool(prefill), report.gpus))
+    found = {False: plan.shared, True: plan.split}
+    assert {split: candidate.gpus for split, candidate in found.items() if candidate} == fewest
+
+
+@dataclass
+class Served:
+    """As much of a report as a plan reads."""
+
+    gpus: int
+    good: float
+    good_ttft: float = 0.5
+    good_tpot: float = 0.5
+
+
+@given(
+    needs=st.dictionaries(
+        st.sampled_from([1, 2, 4]),
+        st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), max_size=4),
+        min_size=1,
+    ),
+    max_gpus=st.integers(1, 64),
+    luck=st.integers(0, 2**32),
+)
+def test_the_fewest_gpus_are_found_whatever_the_sizes_that_suffice(needs, max_gpus, luck):
+    """needs: for each size of a replica, pools that suffice, as all larger ones do but for chance."""
+    specs = [replace(small_cluster(1), replica_gpus=gpus) for gpus in needs]
+
+    def good(replica_gpus: int, decode: int, prefill: int) -> float:
+        kind = [need for need in needs[replica_gpus] if bool(need[1]) == bool(prefill)]
+        below = min((max(0, d - decode) + max(0, p - prefill) for d, p in kind), default=9)
+        chance = Random(f"{luck} {replica_gpus} {decode} {prefill}").uniform(0, 0.9 * CHANCE)
+        return max(0.0, 0.92 - 0.02 * below - chance)
+
+    def served(spec: ClusterSpec, trace: Trace) -> Served:
+        return Served(spec.gpus, good(spec.replica_gpus, spec.replicas, spec.prefill_replicas))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cluster.lab.simulator.planner.simulate", served)
+        plan = Planner(specs, TRACE, max_gpus).plan()
+    for found, split in ((plan.shared, False), (plan.split, True)):
+        enough = [
+            (decode + prefill) * gpus
+            for gpus in needs
+            for decode, prefill in sizes_within(max_gpus, gpus)
+            if bool(prefill) == split and good(gpus, decode, prefill) >= SLO.fraction
+        ]
+        assert (found.gpus if found else None) == min(enough, default=None)
+
+
+def test_a_search_of_large_clusters_simulates_few_of_them():
+    specs, needed = [replace(small_cluster(1), replica_gpus=gpus) for gpus in (2, 1, 4, 8)], (20, 50)
+
+    def served(spec: ClusterSpec, trace: Trace) -> Served:
+        decode, prefill = needed if spec.prefill_replicas else (sum(needed), 0)
+        gpus = spec.replica_gpus
+        share = min(gpus * spec.replicas / decode, gpus * spec.prefill_replicas / prefill if prefill else 1.0)
+        return Served(spec.gpus, min(1.0, share**4))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cluster.lab.simulator.planner.simulate", served)
+        plan = Planner(specs, TRACE, 256).plan()
+    assert plan.shared and plan.split
+    assert (plan.shared.gpus, plan.split.gpus) == (69, 69)
+    assert sum(not candidate.prefill for candidate in plan.tried) <= 25 and len(plan.tried) <= 90
 
 
 def test_no_cluster_keeps_what_no_engine_can():
-    plan = Planner(replace(small_cluster(1), slo=GoodputSlo(ttft_s=0.3, tpot_s=0.001)), TRACE, 4).plan()
+    plan = Planner(clusters_of(GoodputSlo(ttft_s=0.3, tpot_s=0.001)), TRACE, 4).plan()
     assert plan.best is None
-    assert max(candidate.gpus for candidate in plan.tried) == 4
 
 
 def test_the_command_prints_a_report_and_a_plan():
-    options = ["simulate", "--requests", "60", "--trace", "fixed", "--rate", "20", "--replicas", "2"]
-    found = CliRunner().invoke(cli.app, [*options, "--json"])
+    options = ["simulate", "--requests", "60", "--trace", "fixed", "--rate", "20"]
+    found = CliRunner().invoke(cli.app, [*options, "--replicas", "2", "--json"])
     assert found.exit_code == 0
     report = json.loads(found.stdout)
     assert report["completed"] == 60 and report["pools"]["decode"]["replicas"] == 2
     assert "first token within 2000 ms" in CliRunner().invoke(cli.app, options).stdout
     planned = CliRunner().invoke(cli.app, [*options, "--plan", "--prefill-replicas", "1"])
     assert planned.exit_code == 0
-    assert "take 1 replica" in planned.stdout
+    said = " ".join(planned.stdout.split())
+    assert (
+        "take 1 replica of 1 GPU the fewest GPUs of all clusters of one pool or two with up to 256 GPUs, 1, 2, 4 or 8"
+        in said
+    )
 
 
 def test_the_command_runs_a_trace_that_was_written(tmp_path):

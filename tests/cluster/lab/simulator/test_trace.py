@@ -114,6 +114,17 @@ def test_bursts_are_burstier_than_a_poisson_process():
     assert bursty == pytest.approx(5**0.5, rel=0.15)
 
 
+def test_the_requests_of_a_file_come_as_bursty_as_asked_for_at_the_same_rate():
+    trace = make_trace("azure-code", 3000, 5.0)
+    drawn = trace.drawn(0.2, seed=1)
+    assert list(drawn.prompt_tokens) == list(trace.prompt_tokens)
+    assert drawn.duration_s == pytest.approx(trace.duration_s)
+    gaps = np.diff(drawn.arrivals_s)
+    assert gaps.std() / gaps.mean() == pytest.approx(5**0.5, rel=0.15)
+    with pytest.raises(InvalidParameter):
+        trace.drawn(0.0, seed=1)
+
+
 @pytest.mark.parametrize(
     "arguments", [("no", 1, 1.0), ("fixed", 0, 1.0), ("fixed", 1, 0.0), ("fixed", 1, float("inf"))]
 )
