@@ -54,7 +54,7 @@ def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:
     try:
         ranks.exchange(inbox.notices.address)
         group = DataParallelGroup(ranks, config.num_ranks, config.pipeline_parallel_size)
-        core = build_engine(config, group)
+        core = build_engine(config, group, engine_id=engine_name(0))
         return EngineGroup(core, ranks, inbox, config.num_ranks)
     except BaseException:
         inbox.context.destroy(linger=0)
