@@ -64,11 +64,11 @@ class Summary:
     def __str__(self) -> str:
         said = [f"answered {self.written} lines"]
         if self.retried:
-            said.append(f"{self.retried} of them had an error before")
+            said.append(f"{self.retried} of them failed before")
         if self.resumed:
-            said.append(f"{self.resumed} were answered before")
+            said.append(f"{self.resumed} answered before")
         if self.failed:
-            said.append(f"{self.failed} have an error, and the same command tries them again")
+            said.append(f"{self.failed} failed: the same command tries them again")
         return "; ".join(said)
 
 

@@ -105,12 +105,12 @@ def test_failed_lines_are_tried_again_in_their_places_until_none_has_an_error(ll
         answers = read_lines(target)
         assert [line["index"] for line in answers] == list(range(len(lines)))
         assert ["error" in line for line in answers] == [line is BAD for line in lines]
-    again = "and the same command tries them again"
+    again = "the same command tries them again"
     assert said == [
-        f"answered 5 lines; 3 have an error, {again}",
-        f"answered 5 lines; 3 of them had an error before; 2 were answered before; 3 have an error, {again}",
-        "answered 3 lines; 3 of them had an error before; 4 were answered before",
-        "answered 0 lines; 7 were answered before",
+        f"answered 5 lines; 3 failed: {again}",
+        f"answered 5 lines; 3 of them failed before; 2 answered before; 3 failed: {again}",
+        "answered 3 lines; 3 of them failed before; 4 answered before",
+        "answered 0 lines; 7 answered before",
     ]
     unbroken = tmp_path / "unbroken.jsonl"
     generate_file(lambda: llm, source, unbroken, {}, progress=False)
