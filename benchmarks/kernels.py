@@ -14,6 +14,7 @@ import pkgutil
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -178,13 +179,14 @@ def main(
     """Measure each kernel of a step on a CPU."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     config = EngineConfig(model=model, dtype="bfloat16", device="cpu", num_threads=threads, kv_cache_memory_bytes=2**31)
-    runner = build_engine(config).ranks.runner
-    fill(runner)
-    report = KernelsReport(model, threads, peak_flops(clock) / 1e9, measure_bandwidth(torch.device("cpu")) / 1e9)
-    watch = Watch(clock)
-    with torch.inference_mode():
-        for name in steps.split(","):
-            report.steps[name] = measure_step(runner, watch, name)
+    with closing(build_engine(config)) as core:
+        runner = core.ranks.runner
+        fill(runner)
+        report = KernelsReport(model, threads, peak_flops(clock) / 1e9, measure_bandwidth(torch.device("cpu")) / 1e9)
+        watch = Watch(clock)
+        with torch.inference_mode():
+            for name in steps.split(","):
+                report.steps[name] = measure_step(runner, watch, name)
     print_report(report, as_json, show_report)
 
 

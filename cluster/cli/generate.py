@@ -1,11 +1,13 @@
-"""`manta generate`: answers a file of prompts, line by line. Can be resumed."""
+"""`manta generate`: answers a file of prompts, line by line. Can be resumed, and tries lines again that have failed."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from engine.wire.sampling_params import SamplingParams
 SAMPLING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
 BEGIN = b'{"index":'  # start of each output line
 LINE_FIELDS = frozenset({"id", "prompt", "messages"})
+REPLACED_AT_ONCE = 100  # answers to lines that had failed: a kill loses fewer
 
 
 class Choice(msgspec.Struct, omit_defaults=True):
@@ -42,19 +45,31 @@ class OutputLine(msgspec.Struct, omit_defaults=True, kw_only=True):
     error: str | None = None
 
 
-class Index(msgspec.Struct):
-    """The field of an earlier answer that is read."""
+class Earlier(msgspec.Struct):
+    """The fields of an earlier answer that are read."""
 
     index: int
+    error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Summary:
-    resumed: int  #: number of lines finished by earlier runs
-    written: int
-    failed: int
-    finished: list[tuple[float, float]]
+    resumed: int  #: number of lines that earlier runs have answered
+    retried: int  #: number of lines that had an error
+    written: int  #: number of lines that this run has answered, those among them
+    failed: int  #: number of lines that have an error now
+    finished: list[tuple[float, float]] = field(default_factory=list)
     """(seconds since the first answer started, output tokens) of each answer, in the order of writing"""
+
+    def __str__(self) -> str:
+        said = [f"answered {self.written} lines"]
+        if self.retried:
+            said.append(f"{self.retried} of them failed before")
+        if self.resumed:
+            said.append(f"{self.resumed} answered before")
+        if self.failed:
+            said.append(f"{self.failed} failed: the same command tries them again")
+        return "; ".join(said)
 
 
 def generate_file(
@@ -65,65 +80,108 @@ def generate_file(
     An input line is {"prompt": text or token ids} or {"messages": [...]}, with any fields of SamplingParams; `defaults`
     has values for fields that lines leave open. Answers are written in input order. So a killed run leaves complete
     answers and at most one partial line, which the next run removes. A line that cannot be served is answered with an
-    `error`. `llm` is called only if there is work to do.
+    `error`, and the next run tries it again. `llm` is called only if there is work to do.
     """
     lines = [line for line in input_file.read_bytes().split(b"\n") if line.strip()]
-    done = complete_lines(output_file)
+    earlier = earlier_answers(output_file)
+    done, retried = len(earlier), [answer.index for answer in earlier if answer.error]
     if done > len(lines):
         problem = f"{output_file} has {done} answers for {len(lines)} lines; was it written for another input?"
         raise RequestError(problem, "output")
-    if done == len(lines):
-        return Summary(done, 0, 0, [])
-    failed, finished, engine = 0, list[tuple[float, float]](), llm()
-    began = time.monotonic()
-    with output_file.open("ab") as out:
-        for answer in in_order(answers(engine, lines, done, defaults, progress), first=done):
-            out.write(msgspec.json.encode(answer) + b"\n")
-            out.flush()
-            failed += answer.error is not None
-            tokens = sum(len(choice.token_ids) for choice in answer.choices)
-            finished.append((time.monotonic() - began, float(tokens)))
-        os.fsync(out.fileno())
-    return Summary(done, len(lines) - done, failed, finished)
+    summary = Summary(done - len(retried), len(retried), len(retried) + len(lines) - done, 0)
+    if not summary.written:
+        return summary
+    engine, began = llm(), time.monotonic()
+
+    def answered(answer: OutputLine) -> OutputLine:
+        summary.failed += answer.error is not None
+        tokens = sum(len(choice.token_ids) for choice in answer.choices)
+        summary.finished.append((time.monotonic() - began, float(tokens)))
+        return answer
+
+    if retried:
+        replace_answers(output_file, map(answered, answers(engine, lines, retried, defaults, progress)))
+    if rest := range(done, len(lines)):
+        add_answers(output_file, map(answered, in_order(answers(engine, lines, rest, defaults, progress), first=done)))
+    return summary
 
 
-def complete_lines(output_file: Path) -> int:
-    """Return the number of answers from earlier runs, after removing a partial last line.
+def earlier_answers(output_file: Path) -> list[Earlier]:
+    """Return the answers from earlier runs, after removing a partial last line.
 
     Raises RequestError, and changes nothing, if the file contains anything else.
     """
     if not output_file.exists():
-        return 0
+        return []
     *whole, torn = output_file.read_bytes().split(b"\n")
-    for index, line in enumerate(whole):
-        if not answers_line(line, index):
-            raise not_an_output(output_file, index)
+    found = [earlier_answer(output_file, line, index) for index, line in enumerate(whole)]
     if torn:
         if not torn.startswith(BEGIN[: len(torn)]):
             raise not_an_output(output_file, len(whole))
         os.truncate(output_file, sum(len(line) + 1 for line in whole))
-    return len(whole)
+    return found
 
 
-def answers_line(line: bytes, index: int) -> bool:
-    """Return whether this output line answers input line `index`."""
+def earlier_answer(output_file: Path, line: bytes, index: int) -> Earlier:
+    """Return an output line that answers input line `index`. Raises RequestError if it does not."""
+    with suppress(ValueError):
+        answer = msgspec.json.decode(line, type=Earlier)
+        if answer.index == index:
+            return answer
+    raise not_an_output(output_file, index)
+
+
+def add_answers(output_file: Path, answers: Iterator[OutputLine]) -> None:
+    with output_file.open("ab") as out:
+        for answer in answers:
+            out.write(msgspec.json.encode(answer) + b"\n")
+            out.flush()
+        os.fsync(out.fileno())
+
+
+def replace_answers(output_file: Path, answers: Iterator[OutputLine]) -> None:
+    """Replace lines of the file by these answers, which come in any order, a number of them at a time."""
+    found: dict[int, bytes] = {}
     try:
-        return msgspec.json.decode(line, type=Index).index == index
-    except ValueError:
-        return False
+        for answer in answers:
+            found[answer.index] = msgspec.json.encode(answer)
+            if len(found) == REPLACED_AT_ONCE:
+                replace_lines(output_file, found)
+                found = {}
+    finally:
+        if found:
+            replace_lines(output_file, found)
+
+
+def replace_lines(file: Path, found: dict[int, bytes]) -> None:
+    """Replace lines of a file. A kill leaves the whole file as it was, or as it is then."""
+    file = file.resolve()
+    new = file.with_name(f"{file.name}.new")
+    try:
+        with new.open("wb") as out:
+            for index, line in enumerate(file.read_bytes().split(b"\n")[:-1]):
+                out.write(found.get(index, line) + b"\n")
+            out.flush()
+            os.fsync(out.fileno())
+        shutil.copymode(file, new)
+        os.replace(new, file)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def not_an_output(file: Path, index: int) -> RequestError:
     return RequestError(f"{file}:{index + 1} does not answer line {index + 1} of the input; give a new file", "output")
 
 
-def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], progress: bool) -> Iterator[OutputLine]:
-    """Yield the answers to lines from `first` on, in the order in which they finish."""
+def answers(
+    llm: LLM, lines: list[bytes], indices: Sequence[int], defaults: dict[str, Any], progress: bool
+) -> Iterator[OutputLine]:
+    """Yield the answers to these lines, in the order in which they finish."""
     refused: list[OutputLine] = []
     ids: dict[str, tuple[int, Any]] = {}
 
     def jobs() -> Iterator[tuple[RequestOutput, SamplingParams]]:
-        for index in range(first, len(lines)):
+        for index in indices:
             line: dict[str, Any] = {}
             try:
                 line = parse_line(lines[index])
@@ -134,7 +192,7 @@ def answers(llm: LLM, lines: list[bytes], first: int, defaults: dict[str, Any], 
             ids[request.request_id] = (index, line.get("id"))
             yield request, params
 
-    for output in llm.run(jobs(), total=len(lines) - first, use_tqdm=progress):
+    for output in llm.run(jobs(), total=len(indices), use_tqdm=progress):
         yield from refused
         refused.clear()
         index, name = ids.pop(output.request_id)

@@ -335,10 +335,11 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of lines that set none.")] = None,
     html: HtmlOption = None,
 ) -> None:
-    """Answer a file of prompts, without a server. To resume after a kill, run it again.
+    """Answer a file of prompts, without a server. Run it again to go on after a kill, and to try failed lines again.
 
     Each line of the input is a JSON object with a "prompt" (a text or a list of token ids), or with "messages" as in
-    the chat API. It may have an "id" and any sampling parameter. Line k of the output answers line k of the input.
+    the chat API. It may have an "id" and any sampling parameter. Line k of the output answers line k of the input, or
+    has an "error". Exit code 1 if any line has one.
 
     A line: {"messages": [{"role": "user", "content": "What is an ocean?"}], "temperature": 0}
 
@@ -353,8 +354,7 @@ def generate(
         from cluster.cli.bench.charts import write_generation_report
 
         write_generation_report(html, summary)
-    message = f"answered {summary.written} lines, {summary.failed} of them with an error"
-    print(f"{message}; {summary.resumed} were answered before" if summary.resumed else message, file=sys.stderr)
+    print(summary, file=sys.stderr)
     raise typer.Exit(1 if summary.failed else 0)
 
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from deployments.quotas.limits import Shortage
 from engine.errors import Overloaded, RequestError, ServingError
 
 
 class QuotaExceeded(Overloaded):
-    """A limit of the API key is used up. `limit` is its field, with the time in which it is counted."""
+    """A limit of the API key has less left than the request would take. `limit` is its field, with the time in which it
+    is counted."""
 
     type = "rate_limit_error"
 
-    def __init__(self, key: str, limit: str, value: float, retry_after_s: float, budget: bool = False):
-        """budget: whether it limits costs, so that clients need not try again soon."""
-        what = f"API key {key!r} has used up its {limit} of {value:g}"
-        when = f"in {retry_after_s:.0f} s at the latest" if "/" in limit else "when one of its requests ends"
-        super().__init__(f"{what}; it is free again {when}", retry_after_s)
-        self.args = (key, limit, value, retry_after_s, budget)
-        self.key, self.limit, self.value, self.budget = key, limit, value, budget
-        self.param = limit
+    def __init__(self, key: str, shortage: Shortage, retry_after_s: float):
+        limit, left = shortage.limit, int(shortage.left)
+        what = f"{limit.name} of {limit.value:.15g}"
+        if left:
+            what = f"has only {left} left of its {what}, and this request would take {shortage.need:.0f}"
+        else:
+            what = f"has used up its {what}"
+        if shortage.is_part:
+            what += " (this ingress's part of it, while the store does not answer)"
+        when = f"in {retry_after_s:.0f} s at the latest" if limit.duration else "when one of its requests ends"
+        super().__init__(f"API key {key!r} {what}; more is free {when}", retry_after_s)
+        self.args = (key, shortage, retry_after_s)
+        self.key, self.limit, self.param = key, limit.name, limit.name
+        self.budget = limit.is_cost
+        """Whether it limits costs, so that clients need not try again soon."""
 
     @property
     def code(self) -> str:
@@ -29,7 +38,7 @@ class PromptExceedsLimit(RequestError):
 
     def __init__(self, key: str, limit: str, value: float, tokens: int):
         Exception.__init__(self, key, limit, value, tokens)
-        self.message = f"the prompt has {tokens} tokens, but API key {key!r} has a {limit} of {value:g}"
+        self.message = f"the prompt has {tokens} tokens, but API key {key!r} has a {limit} of {value:.15g}"
         self.param = limit
 
 
@@ -45,7 +54,7 @@ class BudgetSpent(ServingError):
 
     def __str__(self) -> str:
         key, limit, value = self.args
-        return f"API key {key!r} has used up its {limit} of {value:g}, and ends_running_requests is true for it"
+        return f"API key {key!r} has used up its {limit} of {value:.15g}, and ends_running_requests is true for it"
 
     @property
     def code(self) -> str:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from deployments.billing.bill import Bill, Used
 from deployments.frontend.observers import GenerationObserver, RequestSize
 from deployments.quotas.errors import BudgetSpent, PromptExceedsLimit, QuotaExceeded
-from deployments.quotas.limits import KeyLimits, Limit, Unit
+from deployments.quotas.limits import KeyLimits, Shortage, Unit
 from deployments.quotas.shared_quota import PLACE_PAUSE_S, Charge, Needs, Proposal, SharedQuota
 from deployments.storage.key_value import KeyValueStore, StoreUnavailable
 
@@ -83,8 +83,8 @@ class Ask:
     """A request that waits for its charge."""
 
     needs: Needs
-    outcome: Charge | Limit | None = None
-    """A limit of which there was not enough; None as long as the store has not answered."""
+    outcome: Charge | Shortage | None = None
+    """None as long as the store has not answered."""
 
 
 class KeyQuota:
@@ -160,7 +160,7 @@ class KeyQuota:
         outcome = ask.outcome
         if outcome is None:
             outcome = self.shared.alone(needs, self._wall())
-            if isinstance(outcome, Limit) and self.shared.is_unknown(outcome):
+            if isinstance(outcome, Shortage) and self.shared.is_unknown(outcome.limit):
                 raise StoreUnavailable(f"it has the limits of API key {self.name!r}")
         if isinstance(outcome, Charge):
             return outcome
@@ -218,8 +218,8 @@ class KeyQuota:
 
     def check(self, needs: Needs) -> None:
         """Raise QuotaExceeded if there was not enough a moment ago."""
-        if (limit := self.shared.refused(needs, self._wall())) is not None:
-            raise self._exceeded(limit)
+        if (short := self.shared.refused(needs, self._wall())) is not None:
+            raise self._exceeded(short)
 
     def settle(self, charge: Charge, used: Needs) -> None:
         self.shared.settle(charge, used, self._wall())
@@ -272,9 +272,10 @@ class KeyQuota:
         except ValueError as error:
             raise StoreUnavailable(f"the record of API key {self.name!r} cannot be read ({error})") from error
 
-    def _exceeded(self, limit: Limit) -> QuotaExceeded:
+    def _exceeded(self, short: Shortage) -> QuotaExceeded:
+        limit = short.limit
         wait_s = 1.0 if limit.duration is None else max(1.0, self.shared.ends_at(limit) - self._wall())
-        return QuotaExceeded(self.name, limit.name, limit.value, wait_s, limit.is_cost)
+        return QuotaExceeded(self.name, short, wait_s)
 
     def headers(self, *, anthropic: bool) -> dict[str, str]:
         """See RequestQuota.headers."""

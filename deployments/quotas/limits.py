@@ -126,6 +126,17 @@ class Limit:
         return (0.0, float("inf")) if self.duration is None else window(self.duration, now)
 
 
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A limit of which less is left than a request would take."""
+
+    limit: Limit
+    left: float
+    need: float
+    is_part: bool = False
+    """Whether `left` is only this ingress's part, because the store does not answer."""
+
+
 def window(duration: str, now: float) -> tuple[float, float]:
     """Return the start and the end of the window of a duration, in seconds since 1970."""
     count, unit = _parts(duration)

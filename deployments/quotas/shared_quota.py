@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deployments.quotas.limits import Limit, Unit
+from deployments.quotas.limits import Limit, Shortage, Unit
 from deployments.quotas.record import ALWAYS, CLOCKS_S, DEBT, LEASE_S, QuotaRecord, Window, decode
 
 PAUSE_S = 0.25
@@ -54,7 +54,7 @@ class Proposal:
 
     record: QuotaRecord
     value: bytes
-    outcomes: list[Charge | Limit]
+    outcomes: list[Charge | Shortage]
 
 
 class SharedQuota:
@@ -119,29 +119,29 @@ class SharedQuota:
                 self._tallies[name].used += more
                 charge.amounts[name] += more
 
-    def refused(self, needs: Needs, now: float) -> Limit | None:
+    def refused(self, needs: Needs, now: float) -> Shortage | None:
         """Return a limit of which there was not enough a moment ago."""
         self._roll(now)
         for name, limit in self._limits.items():
             tally, pause_s = self._tallies[name], PAUSE_S if limit.duration else PLACE_PAUSE_S
             is_new = 0 <= now - self._asked_at <= pause_s and tally.others is not None
-            if is_new and not _fits(limit, (tally.others or 0.0) + tally.used, needs):
-                return limit
+            if is_new and (short := _shortage(limit, (tally.others or 0.0) + tally.used, needs)) is not None:
+                return short
         return None
 
-    def alone(self, needs: Needs, now: float) -> Charge | Limit:
+    def alone(self, needs: Needs, now: float) -> Charge | Shortage:
         """Charge a request without the store, which does not answer, if this ingress's part of what was left suffices;
         else return a limit of which it does not."""
         self._roll(now)
         for name, limit in self._limits.items():
             tally = self._tallies[name]
             if tally.others is None:
-                return limit
+                return Shortage(limit, 0.0, needs.get(limit.unit, 0.0), is_part=True)
             if tally.most_alone is None:
                 left = max(0.0, limit.value - tally.others - tally.used)
                 tally.most_alone = tally.used + left / self._num_holders
-            if not _fits(limit, tally.used, needs, tally.most_alone):
-                return limit
+            if (short := _shortage(limit, tally.used, needs, tally.most_alone)) is not None:
+                return short
         return self.charge(needs, now)
 
     @property
@@ -192,11 +192,11 @@ class SharedQuota:
         windows = {name: self._window(limit, record, now, seen) for name, limit in self._limits.items()}
         for name, window in windows.items():
             window.used[self._holder], window.version = self._tallies[name].used, record.version
-        outcomes: list[Charge | Limit] = []
+        outcomes: list[Charge | Shortage] = []
         for needs in asked:
-            short = [limit for name, limit in self._limits.items() if not _fits(limit, windows[name].taken(), needs)]
-            if short:
-                outcomes.append(short[0])
+            short = (_shortage(limit, windows[name].taken(), needs) for name, limit in self._limits.items())
+            if (first := next(filter(None, short), None)) is not None:
+                outcomes.append(first)
                 continue
             charge = self._charge_of(needs)
             for name, amount in charge.amounts.items():
@@ -205,7 +205,7 @@ class SharedQuota:
         record.leases[self._holder] = now + LEASE_S
         return Proposal(record, record.encode(), outcomes)
 
-    def commit(self, proposal: Proposal, now: float, up_s: float) -> list[Charge | Limit]:
+    def commit(self, proposal: Proposal, now: float, up_s: float) -> list[Charge | Shortage]:
         """Use a proposal, which the store has now. Returns the charges of the requests that asked, or a limit of which
         there was not enough."""
         for name in self._limits:
@@ -215,7 +215,7 @@ class SharedQuota:
                 tally.written, tally.most_alone = window.used[self._holder], None
                 tally.others = window.taken(self._holder)
         self._asked_at, self._seen, self._seen_at = now, proposal.value, up_s
-        return [outcome if isinstance(outcome, Limit) else self._apply(outcome) for outcome in proposal.outcomes]
+        return [outcome if isinstance(outcome, Shortage) else self._apply(outcome) for outcome in proposal.outcomes]
 
     def _alive(self, record: QuotaRecord, seen: QuotaRecord | None, up_s: float) -> set[str]:
         """Return the ingresses that have written within LEASE_S, as this one has seen itself. What leases say, depends
@@ -276,13 +276,13 @@ class SharedQuota:
         return new
 
 
-def _fits(limit: Limit, taken: float, needs: Needs, value: float | None = None) -> bool:
-    """Return whether a request may begin, after `taken` was used. The last request may exceed a budget. value: in place
-    of the limit's."""
-    need, value = needs.get(limit.unit), limit.value if value is None else value
-    if need is None:
-        return True
-    return taken < value if limit.is_cost else not need or taken + need <= value
+def _shortage(limit: Limit, taken: float, needs: Needs, part: float | None = None) -> Shortage | None:
+    """Return what is short if a request may not begin after `taken` was used. The last request may exceed a budget.
+    part: of this ingress, in place of the limit's value."""
+    need, value = needs.get(limit.unit), limit.value if part is None else part
+    if need is None or (taken < value if limit.is_cost else not need or taken + need <= value):
+        return None
+    return Shortage(limit, max(0.0, value - taken), need, is_part=part is not None)
 
 
 def _debt(limit: Limit, before: Window | None, start: float) -> float:

@@ -5,6 +5,7 @@ If one of them dies, all end.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Literal
 
 import msgspec
@@ -51,14 +52,15 @@ def start_engines(config: EngineConfig, ranks: ConnectedGroup) -> EngineGroup:
     """Load the first rank of the first engine, and wait for the others. ranks: all ranks of all engines, joined. Raises
     StartupError."""
     inbox = Inbox(ranks.key)
-    try:
+    with ExitStack() as opened:
+        opened.callback(inbox.context.destroy, linger=0)
         ranks.exchange(inbox.notices.address)
         group = DataParallelGroup(ranks, config.num_ranks, config.pipeline_parallel_size)
-        core = build_engine(config, group)
-        return EngineGroup(core, ranks, inbox, config.num_ranks)
-    except BaseException:
-        inbox.context.destroy(linger=0)
-        raise
+        core = build_engine(config, group, engine_id=engine_name(0))
+        opened.callback(core.journal.close)
+        engines = EngineGroup(core, ranks, inbox, config.num_ranks)
+        opened.pop_all()
+    return engines
 
 
 def start_rank(config: EngineConfig, ranks: ConnectedGroup) -> EngineServer | Worker:

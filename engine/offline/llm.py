@@ -123,6 +123,7 @@ class LLM:
         self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None
         self._core = self._start()
+        self._end = weakref.finalize(self, _close, self._core, self._ranks)  # also as the interpreter exits
         self._numbers = itertools.count()
         self._pooling = OfflinePooling(
             self._core, self.config, self.tokenizer, self._model_config.supported_tasks, self._numbers
@@ -135,19 +136,20 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine's thread and the other ranks. Memory is freed with the object."""
-        _close(self._core, self._ranks)
+        """Stop the engine's thread and the other ranks. Memory is freed with the object. An object that is dropped, or
+        that is there when the interpreter exits, is closed by itself."""
+        self._end()
 
     def _start(self) -> EngineCore | EngineGroup:
         if self.config.world_size == 1:
-            return build_engine(self.config)
+            return build_engine(self.config, engine_id=Path(self.config.model).name)
         group = TPGroup.listen(self.config.world_size, key=ClusterKey.generate(), **group_options(self.config))
         self._ranks = RankProcesses(self.config, group, group.address)
         core: EngineCore | EngineGroup
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)
             if self.config.data_parallel_size == 1:
-                core = build_engine(self.config, group)
+                core = build_engine(self.config, group, engine_id=Path(self.config.model).name)
             else:
                 from engine.offline.engine_group import start_engines  # here, since one rank does without pyzmq
 
@@ -156,7 +158,6 @@ class LLM:
             group.close()
             self._ranks.close()
             raise
-        weakref.finalize(self, _close, core, self._ranks)  # in case `close` is not called
         return core
 
     @property

@@ -15,7 +15,7 @@ import deployments.quotas.key_quota as key_quota_module
 import deployments.quotas.quotas as quotas_module
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
 from deployments.quotas.key_quota import KeyQuota, RequestQuota, record_key
-from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
+from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit, Shortage
 from deployments.quotas.quotas import Quotas
 from deployments.quotas.record import DEBT, decode
 from deployments.quotas.shared_quota import Charge, Needs, SharedQuota, Tally
@@ -120,7 +120,7 @@ class CountedQuota(SharedQuota):
             self._book.add(self, limit.name, new.start, new.used, over=new.used)
         return new
 
-    def alone(self, needs: Needs, now: float) -> Charge | Limit:
+    def alone(self, needs: Needs, now: float) -> Charge | Shortage:
         outcome = super().alone(needs, now)
         self._part.seen["an ingress goes on without the store"] += isinstance(outcome, Charge)
         return outcome

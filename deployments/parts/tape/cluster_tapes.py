@@ -40,10 +40,12 @@ class ClusterTapes:
         return [] if own == but else [tape for log in self._choices for tape in log.take(own)]
 
     async def kept(self) -> list[KeptTape]:
-        """Return the files of kept tapes on the machines of all replicas, the newest first."""
+        """Return the files of kept tapes on the machines of all replicas: this server's own, then others, the newest
+        first."""
         asked = (pool.ask(ListKeptTapes(), list[KeptTape], TIMEOUT_S) for pool in self._pools)
-        kept = {each for of_pool in await asyncio.gather(*asked) for some in of_pool for each in some}
-        return sorted(kept, key=lambda each: -each.written_at)
+        listed = [each for of_pool in await asyncio.gather(*asked) for some in of_pool for each in some]
+        listed.sort(key=lambda each: each.own)  # of a file that several list, since each knows only its own deployment
+        return sorted({each.name: each for each in listed}.values(), key=lambda each: (not each.own, -each.written_at))
 
     async def read(self, name: str) -> bytes:
         """Return the content of such a file; empty if there is none with this name."""

@@ -61,10 +61,13 @@ class LeftTapes:
         return await asyncio.to_thread(self._files)
 
     def _files(self) -> list[KeptTape]:
-        found = []
+        from engine.parts.tape.kept_tapes import engine_of
+
+        found, own = [], set(map(_deployment, self._engine_ids))
         for file in self._kept.files:
             with suppress(FileNotFoundError):  # a newer tape takes its place
-                found.append(KeptTape(file.name, file.stat().st_size, file.stat().st_mtime))
+                size, written_at = file.stat().st_size, file.stat().st_mtime
+                found.append(KeptTape(file.name, size, written_at, own=_deployment(engine_of(file.name)) in own))
         return found
 
     async def read(self, name: str) -> bytes:
@@ -82,3 +85,8 @@ class LeftTapes:
         from engine.parts.tape.shared_copy import remove_copies_of, shared_root
 
         remove_copies_of(self._engine_ids, shared_root())
+
+
+def _deployment(engine_id: str) -> str:
+    """Return the name of an engine's deployment, with which its id begins."""
+    return engine_id.rpartition("-")[0]

@@ -49,3 +49,5 @@ class KeptTape(msgspec.Struct, frozen=True):
     """In bytes."""
     written_at: float
     """Seconds since 1970."""
+    own: bool
+    """Whether it is of an engine of this server's deployments; else of another server or program of the same user."""

@@ -22,7 +22,7 @@ DECISIONS = "what schedulers and routers have decided, without text"
 
 class TapeList(msgspec.Struct, frozen=True):
     tapes: list[KeptTape]
-    """The newest first."""
+    """This server's own first, then others, the newest first."""
 
 
 class TapeNotFound(RequestError):

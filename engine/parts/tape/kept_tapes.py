@@ -61,6 +61,11 @@ def _written_at(file: Path) -> float:
     return 0.0
 
 
+def engine_of(name: str) -> str:
+    """Return the engine, as in the name of a kept tape."""
+    return name.partition("-")[2].rpartition("-")[0]
+
+
 def file_name(engine_id: str) -> str:
     """Return an engine's id as a part of a file's name."""
     return engine_id.replace("/", "-")

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from struct import Struct
 
@@ -34,7 +35,6 @@ STATE, ENTRIES, ANSWERS, MORE_HASHES = range(4)  # kinds of the parts of a segme
 STARTED = Struct("<d")
 MORE = Struct("<qI")  # number of arrival of a request, and how many more of its hashes follow
 HEAD_FILE = "head"  # a CopyHead; its lock is held as long as the engine lives
-KILLED = "the process of the engine was killed"
 
 
 class CopyHead(msgspec.Struct, array_like=True):
@@ -162,7 +162,7 @@ def keep_orphans(root: Path) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(lock).st_size:  # else it is just being made
-                    keep_copy(folder, KILLED)
+                    keep_copy(folder)
             finally:
                 os.close(lock)
 
@@ -179,20 +179,23 @@ def remove_copies_of(engine_ids: Iterable[str], root: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def keep_copy(folder: Path, reason: str) -> None:
-    """Make a file of a copy, where its engine would have made it, and remove the copy."""
+def keep_copy(folder: Path, reason: str = "") -> None:
+    """Make a file of a copy, where its engine would have made it, and remove the copy. reason: why its engine has
+    ended; empty if that is found out from the copy."""
     try:
         copy = read_copy(folder, reason)
         if copy.tape.segments:
             path = KeptTapes(Path(copy.folder), copy.max_files).keep(copy.tape)
-            logger.error("%s: `manta replay %s` shows its last steps", reason, path)
+            whose = f"the tape of {copy.tape.engine_id} is kept, because {copy.tape.reason}"
+            logger.error("%s: `manta replay %s` shows its last steps", whose, path)
     except Exception as error:  # noqa: BLE001  whoever looks at it has an engine to start, and it may be any version's
         logger.error("the tape in %s cannot be kept: %s: %s", folder, type(error).__name__, error)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_copy(folder: Path, reason: str) -> CopyHead:
-    """Return the tape in a copy, and where it is to be kept. Raises OSError and MsgspecError."""
+    """Return the tape in a copy, and where it is to be kept. reason: as for keep_copy. Raises OSError and
+    MsgspecError."""
     head = msgspec.msgpack.decode((folder / HEAD_FILE).read_bytes(), type=CopyHead)
     hashes: dict[int, bytes] = {}
     segments: list[Segment] = []
@@ -214,6 +217,9 @@ def read_copy(folder: Path, reason: str) -> CopyHead:
             hashes |= of_segment
     if segments:  # at the start, so that later entries with all hashes of a request replace these
         segments[0].entries = b"".join(map(_entry, hashes.items())) + segments[0].entries
+    if not reason:
+        ends_at = datetime.fromtimestamp(max(file.stat().st_mtime for file in folder.iterdir()), UTC)
+        reason = f"a process of the engine was killed or crashed after {ends_at:%F %T} UTC"
     head.tape = msgspec.structs.replace(head.tape, segments=segments, cause="ended", reason=reason)
     return head
 

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +9,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from cluster.cli.generate import OutputLine, complete_lines, generate_file, in_order
+from cluster.cli import generate
+from cluster.cli.generate import OutputLine, earlier_answers, generate_file, in_order, replace_answers
+from cluster.cli.main import app
 from engine import LLM
 from engine.errors import RequestError
 from tests.engine_processes import with_engine
@@ -59,7 +64,7 @@ def test_answers_come_in_the_order_of_the_input_and_repeat_its_ids(llm, tmp_path
     summary = generate_file(lambda: llm, source, tmp_path / "out.jsonl", {}, progress=False)
     lines = read_lines(tmp_path / "out.jsonl")
     assert [(line["index"], line["id"]) for line in lines] == [(i, f"p{i}") for i in range(COUNT)]
-    assert (summary.resumed, summary.written, summary.failed) == (0, COUNT, 0)
+    assert str(summary) == f"answered {COUNT} lines"
 
 
 def test_a_bad_line_gets_an_error_and_harms_no_other(llm, tmp_path):
@@ -88,6 +93,109 @@ def test_what_is_finished_is_not_run_again(llm, tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
+GOOD, BAD = {"prompt": "The quick", "max_tokens": 3}, {"prompt": "The quick", "max_tokens": 3, "temprature": 1}
+
+
+def test_failed_lines_are_tried_again_in_their_places_until_none_has_an_error(llm, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    said = []
+    for lines in ([BAD, GOOD, BAD, GOOD, BAD], [BAD, GOOD, GOOD, GOOD, BAD, GOOD, BAD], [GOOD] * 7, [GOOD] * 7):
+        write_lines(source, lines)
+        said.append(str(generate_file(lambda: llm, source, target, {}, progress=False)))
+        answers = read_lines(target)
+        assert [line["index"] for line in answers] == list(range(len(lines)))
+        assert ["error" in line for line in answers] == [line is BAD for line in lines]
+    again = "the same command tries them again"
+    assert said == [
+        f"answered 5 lines; 3 failed: {again}",
+        f"answered 5 lines; 3 of them failed before; 2 answered before; 3 failed: {again}",
+        "answered 3 lines; 3 of them failed before; 4 answered before",
+        "answered 0 lines; 7 answered before",
+    ]
+    unbroken = tmp_path / "unbroken.jsonl"
+    generate_file(lambda: llm, source, unbroken, {}, progress=False)
+    assert tokens_of(target) == tokens_of(unbroken)
+
+
+def tokens_of(output: Path) -> list[list[int]]:
+    return [line["choices"][0]["token_ids"] for line in read_lines(output)]
+
+
+def test_an_answer_that_failed_in_the_engine_is_replaced_and_others_stay_as_they_are(llm, tmp_path):
+    source, target = write_lines(tmp_path / "in.jsonl", [GOOD] * 3), tmp_path / "out.jsonl"
+    kept = '{"index":0, "choices":[], "note":"somebody has edited it"}\n'
+    torn = {"index": 1, "choices": [{"text": "hal", "token_ids": [1], "finish_reason": "error"}], "error": "not finite"}
+    write_lines(target, [kept, torn])
+    generate_file(lambda: llm, source, target, {}, progress=False)
+    first, *others = target.read_text().splitlines(keepends=True)
+    assert first == kept
+    assert [json.loads(line)["choices"][0]["finish_reason"] for line in others] == ["length", "length"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_was_tried_again_before_an_interrupt_or_a_crash_is_kept(llm, tmp_path, monkeypatch, error):
+    source, target = write_lines(tmp_path / "in.jsonl", [BAD] * 4), tmp_path / "out.jsonl"
+    generate_file(lambda: llm, source, target, {}, progress=False)
+    write_lines(source, [GOOD] * 4)
+    run = llm.run
+
+    def breaks_off(*jobs, **options):
+        answers = run(*jobs, **options)
+        yield next(answers)
+        yield next(answers)
+        raise error
+
+    monkeypatch.setattr(llm, "run", breaks_off)
+    with pytest.raises(error):
+        generate_file(lambda: llm, source, target, {}, progress=False)
+    monkeypatch.undo()
+    assert sum("error" in line for line in read_lines(target)) == 2
+    summary = generate_file(lambda: llm, source, target, {}, progress=False)
+    assert (summary.retried, summary.resumed, summary.failed) == (2, 2, 0)
+
+
+def test_a_kill_while_lines_are_tried_again_loses_only_the_newest_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "REPLACED_AT_ONCE", 2)
+    target = write_lines(tmp_path / "out.jsonl", [{"index": i, "error": "bad"} for i in range(5)])
+
+    def answers() -> Iterator[OutputLine]:
+        for number, index in enumerate((3, 0, 4, 1, 2)):
+            assert sum("error" not in line for line in read_lines(target)) == number // 2 * 2
+            yield OutputLine(index=index)
+
+    replace_answers(target, answers())
+    assert read_lines(target) == [{"index": index} for index in range(5)]
+
+
+def test_an_output_that_is_a_link_stays_one_with_its_permissions_and_a_full_disk_harms_nothing(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    target, link = write_lines(tmp_path / "disk" / "out.jsonl", [{"index": 0, "error": "bad"}]), tmp_path / "link"
+    target.chmod(0o640)
+    link.symlink_to(target)
+    before = target.read_bytes()
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            replace_answers(link, iter([OutputLine(index=0)]))
+    assert target.read_bytes() == before and list(target.parent.iterdir()) == [target]
+    replace_answers(link, iter([OutputLine(index=0)]))
+    assert link.is_symlink() and read_lines(target) == [{"index": 0}]
+    assert target.stat().st_mode & 0o777 == 0o640
+
+
+def test_the_exit_code_tells_whether_any_line_of_the_output_has_an_error(model, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    options = ["--model", str(model), "--kv-cache-memory-bytes", "10000000", "--num-threads", "1"]
+    for lines, code in (([GOOD, BAD], 1), ([GOOD, BAD], 1), ([GOOD, GOOD], 0), ([GOOD, GOOD], 0)):
+        write_lines(source, lines)
+        result = CliRunner().invoke(app, ["generate", "--input", str(source), "--output", str(target), *options])
+        assert result.exit_code == code, result.output
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_without_losing_or_repeating_a_line(model, llm, tmp_path):
     source, target = write_lines(tmp_path / "in.jsonl", prompts()), tmp_path / "out.jsonl"
@@ -107,7 +215,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_line(model, llm, tmp
 def test_a_torn_line_is_cut_off(tmp_path):
     whole = b'{"index":0}\n{"index":1}\n'
     (tmp_path / "out").write_bytes(whole + b'{"ind')
-    assert complete_lines(tmp_path / "out") == 2
+    assert len(earlier_answers(tmp_path / "out")) == 2
     assert (tmp_path / "out").read_bytes() == whole
 
 
@@ -115,7 +223,7 @@ def test_a_torn_line_is_cut_off(tmp_path):
 def test_file_that_is_no_output_is_refused_and_left_as_it_is(content, tmp_path):
     (tmp_path / "out").write_bytes(content)
     with pytest.raises(RequestError, match=r"out:[12] does not answer line [12] of the input"):
-        complete_lines(tmp_path / "out")
+        earlier_answers(tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == content
 
 

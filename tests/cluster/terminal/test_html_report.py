@@ -105,7 +105,7 @@ def test_a_measured_server_has_its_latencies_and_throughput_over_time(tmp_path: 
 
 def test_a_generation_writes_its_throughput(tmp_path: Path):
     path = tmp_path / "generation.html"
-    write_generation_report(path, Summary(0, 2, 0, [(1.0, 10.0), (2.0, 30.0)]))
+    write_generation_report(path, Summary(0, 0, 2, 0, [(1.0, 10.0), (2.0, 30.0)]))
     assert "<dt>output tokens/s</dt><dd>20.0</dd>" in path.read_text(encoding="utf-8")
 
 

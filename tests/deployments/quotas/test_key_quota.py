@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +21,11 @@ from deployments.quotas import key_quota
 from deployments.quotas import quotas as quotas_module
 from deployments.quotas.errors import BudgetSpent, QuotaExceeded
 from deployments.quotas.key_quota import KeyQuota, RequestQuota, record_key
-from deployments.quotas.limits import BudgetLimit, KeyLimits
+from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit, Shortage
 from deployments.quotas.quotas import Quotas
 from deployments.quotas.record import decode
 from deployments.storage.config import StoreConfig, open_store
+from deployments.storage.key_value import StoreUnavailable
 from deployments.storage.memory import MemoryStore
 from engine.wire.parts.costs import ReportCost, SequenceCost
 from tests.deployments.fake_api import FakeApi, fake_api, says, until
@@ -32,6 +35,7 @@ from tests.scenarios import run
 
 LINES = tuple(key_line(name, f"sk-{name}") for name in ("small", "other"))
 NOON = 1_800_014_400.5
+DAY = BudgetLimit(budget_duration="1d", max_budget=1_234_567.5)
 ASKED: dict[str, Any] = {"model": "fake", "prompt": "hi there", "max_tokens": 4}
 
 
@@ -79,6 +83,47 @@ async def test_a_key_over_its_limit_is_told_which_limit_and_when_to_come_again_a
         assert not any(name.startswith("x-ratelimit") for name in other.headers)
 
 
+@pytest.mark.parametrize(
+    ("limits", "left", "need", "message"),
+    [
+        ({"tpm_limit": 200}, 30, 34, "has only 30 left of its tpm_limit/1m of 200, and this request would take 34;"),
+        ({"tpm_limit": 3_000_000}, 1_234_567, 1_234_568, "1234567 left of its tpm_limit/1m of 3000000, .* 1234568;"),
+        ({"tpm_limit": 200}, 0, 34, "has used up its tpm_limit/1m of 200; more is free in 60 s at the latest"),
+        ({"rpm_limit": 2}, 0, 1, "has used up its rpm_limit/1m of 2; more is free in 60 s at the latest"),
+        ({"max_parallel_requests": 2}, 0, 1, "has used up its max_parallel_requests of 2; more is free when one of"),
+        ({"budget_limits": (DAY,)}, 0, 3, "has used up its max_budget/1d of 1234567.5; more is free in 43200 s"),
+    ],
+)  # fmt: skip
+async def test_who_is_refused_is_told_what_is_left_and_what_the_request_would_take(limits, left, need, message):
+    key = KeyQuota("small", KeyLimits(**limits), MemoryStore(2**20), "a", 1)
+    (limit,) = KeyLimits(**limits).all()
+    await key.take({limit.unit: limit.value - left})
+    with pytest.raises(QuotaExceeded, match=message) as refused:
+        await key.take({limit.unit: float(need)})
+    assert refused.value.param == limit.name
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value), "ingresses pass it on"
+
+
+async def test_an_ingress_without_the_store_says_that_only_its_part_is_used_up(monkeypatch):
+    store = MemoryStore(2**20)
+    key = KeyQuota("small", KeyLimits(tpm_limit=200), store, "a", 4)
+    await key.sync()
+
+    async def fails(*_: Any) -> Any:
+        raise StoreUnavailable("gone")
+
+    monkeypatch.setattr(store, "get", fails)
+    expected = "has only 50 left of its tpm_limit/1m of 200, and this request would take 60 (this ingress's part of it,"
+    with pytest.raises(QuotaExceeded, match=re.escape(expected)):
+        await key.take({"tokens": 60.0})
+
+
+def test_the_page_shows_the_message_as_it_is():
+    limit = Limit("tpm_limit", "tokens", 200, "1m")
+    page = Path("docs/quotas.md").read_text().replace("\n", " ")
+    assert f"`{QuotaExceeded('alice', Shortage(limit, 30.0, 34.0), 6.0)}`" in page
+
+
 async def test_anthropics_clients_get_anthropics_headers():
     async with fake_api(says("hello"), auth=limited(rpm_limit=1)) as api:
         body = {"model": "fake", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
@@ -101,6 +146,7 @@ async def test_tokens_count_as_they_were_used_and_streams_are_refused_before_the
         with pytest.raises(openai.RateLimitError) as refused:
             await client(api).completions.create(**{**ASKED, "prompt": "hi " * 15, "stream": True})
         assert refused.value.code == "rate_limit_exceeded"
+        assert f"has only {60 - 2 * usage.total_tokens} left of its tpm_limit/1m of 60" in refused.value.message
 
 
 async def test_only_so_many_requests_run_at_a_time_and_one_that_ends_or_is_left_makes_room():

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit
+from deployments.quotas.limits import BudgetLimit, KeyLimits, Limit, Shortage
 from deployments.quotas.record import CLOCKS_S, KEEP_S, LEASE_S, QuotaRecord, decode
 from deployments.quotas.shared_quota import PAUSE_S, PLACE_PAUSE_S, Charge, Needs, Proposal, SharedQuota
 from tests.examples import examples
@@ -164,7 +164,7 @@ class Ingresses(RuleBasedStateMachine):
         self.store = None
         self.exchange(ingress)
 
-    def exchange(self, ingress: Ingress, *asked: Needs) -> list[Charge | Limit]:
+    def exchange(self, ingress: Ingress, *asked: Needs) -> list[Charge | Shortage]:
         proposal = ingress.quota.propose(self.store, self.now, self.now, asked)
         self.store = proposal.value
         return ingress.quota.commit(proposal, self.now, self.now)
@@ -216,7 +216,7 @@ class Shared:
         self.limits: list[Limit] = limits.all()
         self.quotas = {name: SharedQuota(name, self.limits, len(names), now) for name in names}
 
-    def exchange(self, name: str, now: float | None = None, *asked: Needs) -> list[Charge | Limit]:
+    def exchange(self, name: str, now: float | None = None, *asked: Needs) -> list[Charge | Shortage]:
         now = self.now if now is None else now
         proposal = self.quotas[name].propose(self.value, now, self.now, asked)
         self.value = proposal.value
@@ -314,11 +314,12 @@ def test_what_was_refused_a_moment_ago_is_refused_without_the_store():
     quota = shared.quotas["a"]
     assert quota.refused(needs(), shared.now) is None, "nothing is known yet"
     assert shared.take("a", needs()) is None
-    assert quota.refused(needs(), shared.now + PAUSE_S / 2) is shared.limits[0]
+    assert quota.refused(needs(), shared.now + PAUSE_S / 2) == Shortage(shared.limits[0], 0.0, 1.0)
     assert quota.refused(needs(), shared.now + PAUSE_S * 2) is None, "it may be more by now"
     assert quota.refused(needs(), shared.now - 60) is None, "the clock was set back"
-    assert shared.exchange("a", None, {"parallel": 5.0}) == [shared.limits[1]]
-    assert quota.refused({"parallel": 5.0}, shared.now + PLACE_PAUSE_S / 2) is shared.limits[1]
+    places = Shortage(shared.limits[1], 4.0, 5.0)
+    assert shared.exchange("a", None, {"parallel": 5.0}) == [places]
+    assert quota.refused({"parallel": 5.0}, shared.now + PLACE_PAUSE_S / 2) == places
     assert quota.refused({"parallel": 5.0}, shared.now + PLACE_PAUSE_S * 2) is None
 
 
@@ -370,13 +371,13 @@ def test_clocks_that_are_set_ahead_or_back_take_nothing_from_anybody(off_s, othe
             wrong = shared.now + off
             asked: list[Needs] = [{"parallel": 1.0}, {"requests": 1.0, "engine_seconds": 1.0}]
             refused, passed = shared.exchange(name, wrong, *asked)
-            assert refused is parallel and isinstance(passed, Charge)
+            assert refused == Shortage(parallel, 0.0, 1.0) and isinstance(passed, Charge)
             used[month.window(wrong)[0]] += 1.0
         assert shared.take("a", {"parallel": 1.0}) is None
         shared.now += 1.0
     assert sum(shared.take("a", {"requests": 1.0}) is not None for _ in range(9)) == 2
     for name in "vwa":
-        assert shared.exchange(name, None, {"requests": 1.0}) == [rpm], "the clock is right again"
+        assert shared.exchange(name, None, {"requests": 1.0}) == [Shortage(rpm, 0.0, 1.0)], "the clock is right again"
         assert shared.quotas[name].ends_at(rpm) == START + MINUTE
     record = decode(shared.value or b"")
     assert {start: window.taken() for start in used if (window := record.find(month.name, start))} == used
@@ -412,7 +413,7 @@ def test_without_a_store_an_ingress_uses_its_part_of_what_was_left_and_never_wha
         taken = sum(isinstance(shared.quotas["a"].alone(needs(), shared.now), Charge) for _ in range(100))
         assert taken == left
         shared.now += MINUTE
-    assert shared.quotas["b"].alone(needs(), shared.now) is shared.limits[0]
+    assert shared.quotas["b"].alone(needs(), shared.now) == Shortage(shared.limits[0], 0.0, 1.0, is_part=True)
     assert shared.quotas["b"].is_unknown(shared.limits[0])
     shared.exchange("a")
     assert shared.taken("rpm_limit/1m") == 0

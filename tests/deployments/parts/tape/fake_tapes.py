@@ -40,7 +40,7 @@ class FakeTapes(ReplicaPart):
                 tape = msgspec.msgpack.decode(await self._replica.ask(TakeTape()))
                 return PoolTapes([tape_with_key(tape, key)] if tape else [], [])
             case ListKeptTapes():
-                return [KeptTape(file.name, file.stat().st_size, 0.0) for file in self.files]
+                return [KeptTape(file.name, file.stat().st_size, 0.0, own=False) for file in self.files]
             case ReadKeptTape(name):
                 return next((file.read_bytes() for file in self.files if file.name == name), b"")
         return None

@@ -18,7 +18,6 @@ from engine.parts.tape.engine_tape import EngineTape
 from engine.parts.tape.file import read_tapes
 from engine.parts.tape.kept_tapes import KeptTapes
 from engine.parts.tape.shared_copy import (
-    KILLED,
     SHARED_MEMORY,
     keep_copies_of,
     keep_orphans,
@@ -29,6 +28,7 @@ from engine.wire.block_hash import block_hashes
 from tests.engine.parts.tape.taped import attach, replay_whole
 from tests.fake_runner import Harness
 
+NOON = 1_800_014_400
 PROMPT = list(range(1, 40))
 HALF = [*PROMPT[:20], *[7] * 19]
 
@@ -71,7 +71,7 @@ time.sleep(600)
 """
 
 
-def test_the_tape_of_a_killed_process_is_kept_in_its_own_folder_by_the_next_engine_and_replays(root, kept):
+def test_the_tape_of_a_killed_process_is_kept_in_its_own_folder_by_the_next_engine_and_replays(root, kept, caplog):
     victim = subprocess.Popen(
         [sys.executable, "-c", VICTIM, str(root), str(kept.folder)], stdout=subprocess.PIPE, text=True
     )
@@ -81,11 +81,15 @@ def test_the_tape_of_a_killed_process_is_kept_in_its_own_folder_by_the_next_engi
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     victim.stdout.close()
+    (copy,) = root.iterdir()
+    for number, written in enumerate(sorted(copy.iterdir())):
+        os.utime(written, (0, NOON - number))
     keep_orphans(root)
     (file,) = kept.folder.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     (tape,) = read_tapes(file)
-    assert tape.reason == KILLED
+    assert tape.reason == "a process of the engine was killed or crashed after 2027-01-15 12:00:00 UTC"
+    assert f"the tape of e is kept, because {tape.reason}: `manta replay {file}`" in caplog.text
     found = replay_whole(tape)
     assert [request.request_id for request in found.scheduler.queue.running] == ["a", "b"]
     assert found.scheduler.totals.prefix_hit_tokens == 20
@@ -93,7 +97,7 @@ def test_the_tape_of_a_killed_process_is_kept_in_its_own_folder_by_the_next_engi
     assert list(root.iterdir()) == []
 
 
-def test_an_engine_that_hangs_has_its_tape_kept_by_its_replica(root, kept):
+def test_an_engine_that_hangs_has_its_tape_kept_by_its_replica(root, kept, caplog):
     harness = harness_in(root, kept)
     work(harness)
     keep_copies_of(["another"], "no step", root)
@@ -101,6 +105,7 @@ def test_an_engine_that_hangs_has_its_tape_kept_by_its_replica(root, kept):
     keep_copies_of(["e"], "no step ended for 11 s", root)
     (tape,) = read_tapes(*kept.folder.iterdir())
     assert tape.reason == "no step ended for 11 s"
+    assert "the tape of e is kept, because no step ended for 11 s: `manta replay " in caplog.text
     assert replay_whole(tape).scheduler.totals.steps == harness.scheduler.totals.steps
     harness.tape.close()
 

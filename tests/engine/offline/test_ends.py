@@ -1,0 +1,75 @@
+"""What an engine in a user's own process leaves of its tape when the process ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.parts.tape.shared_copy import SHARED_MEMORY
+from tests.processes import started
+
+ENDS = {
+    "the script ends": "pass",
+    "it closes the engine": "llm.close()",
+    "sys.exit": "sys.exit(3)",
+    "an error of the user's": "raise ValueError('of the user')",
+    "Ctrl-C": "signal.raise_signal(signal.SIGINT)",
+    "it drops the engine": "del llm; assert not copies()",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+CODES = {"sys.exit": 3, "an error of the user's": 1, "Ctrl-C": -signal.SIGINT, "killed": -signal.SIGKILL}
+SCRIPT = """
+import json, os, signal, sys
+from pathlib import Path
+from engine import LLM, SamplingParams
+from engine.parts.tape import shared_copy
+
+folder, root, ends = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+shared_copy.SHARED_MEMORY = root
+copies = lambda: sorted(folder.name for folder in root.glob("manta-tapes-*/*"))
+
+
+def load(**options):
+    return LLM(folder, num_threads=1, num_gpu_blocks_override=64, device="cpu", tape_dir=str(root / "kept"), **options)
+
+
+load(tape_mib=0).close()  # imports what children would import again
+found = {}
+for name, end in ends.items():
+    if not (child := os.fork()):
+        llm = load()
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert copies(), "the engine keeps no tape"
+        exec(end)
+        break
+    _, status = os.waitpid(child, 0)
+    found[name] = os.waitstatus_to_exitcode(status), copies()
+else:
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        yield Path(folder)
+
+
+def test_a_process_that_ends_by_itself_leaves_no_tape_however_it_ends_and_a_killed_one_does(folder, root):
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(root), json.dumps(ENDS)]
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        output, _ = process.communicate(timeout=120)
+    found = json.loads(output)
+    assert {name: code for name, (code, _) in found.items() if code} == CODES
+    left = {name: copies for name, (_, copies) in found.items() if copies}
+    assert list(left) == ["killed"]
+    (copy,) = left["killed"]
+    assert copy.startswith(f"{folder.name}."), "it has the model's name"
+    assert not (root / "kept").exists()

@@ -1,0 +1,35 @@
+"""Engines that share experts, as the process of the first one starts them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.door.journal import Journal
+from engine.errors import StartupError
+from engine.offline import engine_group
+
+
+class Ended(Journal):
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_start_that_fails_in_another_engine_ends_the_tape_of_the_first(monkeypatch):
+    core = SimpleNamespace(journal=Ended(), max_model_len=8)
+    monkeypatch.setattr(engine_group, "DataParallelGroup", lambda *_: None)
+    monkeypatch.setattr(engine_group, "build_engine", lambda *_, **__: core)
+
+    def exchange(mine: Any) -> list[Any]:
+        if mine:  # the address of the inbox; then all wait for each other
+            return []
+        raise StartupError("rank 1: no memory")
+
+    with pytest.raises(StartupError, match="no memory"):
+        engine_group.start_engines(EngineConfig(model="m"), SimpleNamespace(key=None, exchange=exchange))
+    assert core.journal.is_closed
