@@ -95,23 +95,26 @@ def with_header(config: str, header: str, value: str) -> str:
 
 def with_successor(config: str) -> str:
     """Return Ray's configuration, changed so that a replaced process passes requests on to its successor, which has the
-    same address, if it knows no ingress that is up, or not the application.
+    same address, if there is one.
 
-    Ray keeps clients' idle connections to a replaced process open until their next answer. From a process that knows
-    only the ingresses of its own time, that answer may be 503 or 404.
+    Ray keeps clients' idle connections to a replaced process open until their next answer. That process knows only the
+    ingresses of its own time, which are about to end. If it stops because its manager has died, nothing has its address
+    at first: the request is then tried again with these ingresses, and so are all later ones.
     """
     frontend = re.search(r"(?ms)^frontend http_frontend\n\s*bind (\S*):(\d+)$.*?(?=^backend )", config)
     assert frontend is not None, "Ray's configuration has no frontend"
-    host = frontend[1].replace("0.0.0.0", "127.0.0.1")
-    rules = re.sub(
-        r"(?m)^( *use_backend )(\S+)( if .*)$",
-        r"\1successor\3 { stopping } { nbsrv(\2) eq 0 }\n\g<0>",
-        frontend[0],
-    )
+    applications = re.findall(r"(?m)^ *use_backend (\S+) if ", frontend[0])
+    server = f"    server successor {frontend[1].replace('0.0.0.0', '127.0.0.1')}:{frontend[2]}"
+
+    def backend(found: re.Match[str]) -> str:
+        if found[1] not in applications:
+            return found[0]
+        return f"{found[0]}    use-server successor if {{ stopping }}\n{server} weight 0 no-check\n"
+
+    config = BACKEND.sub(backend, config)
     unknown = "    use_backend successor if { stopping }\n"
-    rules = _changed(rules, r"(?m)^( *default_backend )", rf"{unknown}\1")
-    backend = f"backend successor\n    server successor {host}:{frontend[2]}\n"
-    return config[: frontend.start()] + rules + backend + config[frontend.end() :]
+    config = _changed(config, r"(?m)^( *default_backend default_backend\n)", rf"{unknown}\1")
+    return _changed(config, r"(?m)^(backend default_backend\n)", rf"backend successor\n{server}\n\1")
 
 
 def without_fallback(config: str, ingresses: dict[str, str]) -> tuple[str, dict[str, str]]:

@@ -109,8 +109,8 @@ def test_requests_tell_ingresses_which_server_and_node_they_were_sent_to():
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_request_on_a_connection_that_outlives_its_haproxy_is_answered(tls, certificate):
-    """By ingresses that the old process knows while one is up, else by those of the process that replaced it."""
+def test_requests_on_connections_that_outlive_their_haproxy_are_answered(tls, certificate):
+    """By the ingresses of the process that replaced it, while the old ones end."""
     https = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     https.load_cert_chain(certificate.certfile, certificate.keyfile)
     trusting = ssl.create_default_context(cafile=str(certificate.certfile))
@@ -121,17 +121,33 @@ def test_request_on_a_connection_that_outlives_its_haproxy_is_answered(tls, cert
             until.enter_context(ingress_that(lambda client: client.sendall(ANSWER), https if tls else None))
             for until in (stack, old_ingress)
         )
-        later = {"a": application("a", new), "added": application("added", new)}
-        port, replace = stack.enter_context(replaceable({"a": application("a", old)}, later, environment))
+        first = {"a": application("a", old), "late": application("late", old)}
+        first["late"].servers = []  # as while Serve starts its ingresses
+        later = {name: application(name, new) for name in ("a", "late", "added")}
+        port, replace = stack.enter_context(replaceable(first, later, environment))
         connect = partial(HTTPSConnection, context=trusting) if tls else HTTPConnection
         wait_until(lambda: answer(connect("localhost", port, timeout=20), "/a/b") == (200, True))
-        idle = [connect("localhost", port, timeout=20) for _ in range(60)]
+        idle = [connect("localhost", port, timeout=20) for _ in range(40)]
         assert all(answer(connection, "/a/b") == (200, True) for connection in idle)
         replace()
-        assert answer(idle.pop(), "/a/b") == (200, False)
-        assert answer(idle.pop(), "/added/b") == (200, False)
+        for path in ("/a/b", "/late/b", "/added/b"):
+            assert answer(idle.pop(), path) == (200, False)
         old_ingress.close()
-        wait_until(lambda: answer(idle.pop(), "/a/b") == (200, False), timeout_s=20)  # once a check found it gone
+        assert all(answer(connection, "/a/b") == (200, False) for connection in idle)
+
+
+def test_request_on_a_connection_that_outlives_haproxys_manager_is_answered():
+    with (
+        ingress_that(lambda client: client.sendall(ANSWER)) as port,
+        running({"a": application("a", port)}) as (url, _, starter),
+    ):
+        address = "127.0.0.1", httpx.URL(url).port
+        wait_until(lambda: answer(HTTPConnection(*address, timeout=20), "/a/b") == (200, True))
+        idle = [HTTPConnection(*address, timeout=20) for _ in range(2)]
+        assert all(answer(connection, "/a/b") == (200, True) for connection in idle)
+        starter.kill()
+        wait_until(lambda: not connects(url))
+        assert all(answer(connection, "/a/b") == (200, False) for connection in idle)
 
 
 def answer(connection: HTTPConnection, path: str) -> tuple[int, bool]:
