@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,7 @@ from engine.wire.stats.handoff_stats import PeerPool
 logger = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 3.0
+TELL_S, TELL_PAUSE_S = 10.0, 0.25  # for which a command is repeated until all replicas have it, and between two tries
 CALL_S = 1.0  # for a call to a replica, besides the time of its engine
 AT_REST = ("HEALTHY", "UPSCALING", "DOWNSCALING")
 
@@ -110,10 +112,20 @@ class ServePool:
 
     async def tell(self, command: Command, peers: bool = False) -> None:
         for handle in self._all if peers else [self._handle]:
-            answers = await ray_compat.broadcast(handle, "tell", STATUS_TIMEOUT_S, command)
-            missing = sum(isinstance(answer, BaseException) for answer in answers)
-            if missing or not (answers or await self.asleep()):
-                raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
+            until = time.monotonic() + TELL_S
+            while missing := await self._missing(handle, command):
+                if time.monotonic() >= until:
+                    raise EngineUnavailable(f"{missing} replicas did not answer; send the request again")
+                await asyncio.sleep(TELL_PAUSE_S)
+
+    async def _missing(self, handle: DeploymentHandle, command: Command) -> str:
+        """Tell all replicas a command. Returns how many did not take it, such as one that has just died and is still
+        listed; an empty string if all did."""
+        answers = await ray_compat.broadcast(handle, "tell", STATUS_TIMEOUT_S, command)
+        failed = sum(isinstance(answer, BaseException) for answer in answers)
+        if answers or await self.asleep():
+            return str(failed) if failed else ""
+        return "all"
 
     async def ask(self, question: Question | ReplicaQuestion, kind: type[A], timeout_s: float) -> list[A]:
         asked = (_ask(handle, question, kind, timeout_s) for handle in self._all)

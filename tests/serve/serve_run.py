@@ -152,6 +152,14 @@ class ServeRun(Program):
         parent = psutil.Process(self._process.pid)
         return [parent, *parent.children(recursive=True)]
 
+    def process_of(self, engine: str, rank: int | None = None) -> psutil.Process:
+        """The process of a rank of an engine, or of its control actor."""
+        if rank is None:
+            pattern, lines = rf"pid=(\d+)\).* {engine} .*replica ready", self.log
+        else:
+            pattern, lines = rf"{engine}/rank{rank} .*rank starts pid=(\d+)", self.worker_lines()
+        return psutil.Process(next(int(found[1]) for line in lines if (found := re.search(pattern, line))))
+
     def __exit__(self, *error: object) -> None:
         (self._folder / "serve.log").write_text("".join(self.log))
         self.stop()

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 
 from tests.models import make_model
@@ -22,7 +21,6 @@ from tests.serve.serve_run import ServeRun, kill_all, wait_until
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(600)]
 
 REPLICAS, INGRESSES = 3, 2
-READY = re.compile(r"pid=(\d+)\).* (decode-tiny-\w+) .*replica ready")
 QUESTION = "The ocean is deep and blue. " * 20
 HOUR = {"type": "ephemeral", "ttl": "1h"}
 Answer = tuple[str, int, list[dict[str, Any]]]  # text, cached tokens, and what became of the hold
@@ -155,12 +153,6 @@ def test_the_next_turn_comes_to_the_replica_that_holds_its_conversation(server):
         assert turn.cached >= hold["tokens"]
 
 
-def process_of(server: ServeRun, engine: str) -> psutil.Process:
-    """The control actor of an engine."""
-    pids = {engine: int(pid) for line in server.log for pid, engine in READY.findall(line)}
-    return psutil.Process(pids[engine])
-
-
 @pytest.mark.parametrize(("number", "how"), [(2, "SIGTERM"), (3, "scale-down")])
 def test_holds_of_a_replica_that_is_stopped_move_to_others(server, number, how):
     """They move to another replica, which is not asked for by its name, and keep their names and remaining time."""
@@ -171,7 +163,7 @@ def test_holds_of_a_replica_that_is_stopped_move_to_others(server, number, how):
     engines = {first.engine for first in firsts}
     held = sum(held_by(server, engine) for engine in engines)
     if how == "SIGTERM":
-        process_of(server, firsts[0].engine).terminate()
+        server.process_of(firsts[0].engine).terminate()
         gone = {firsts[0].engine}
     else:
         server.scale("decode-tiny", REPLICAS - 1)
@@ -199,8 +191,9 @@ def test_a_replica_that_is_killed_breaks_its_holds_which_are_counted_once_and_to
     lost = held_by(server, home)
     assert lost >= sum(first.engine == home for first in firsts)
     expected = [talk.turn(hold=False).text for talk in talks]
-    victim = process_of(server, home)
+    victim = server.process_of(home)
     kill_all([*victim.children(recursive=True), victim])
+    assert httpx.delete(f"{server.url}/v1/holds/of-nobody", timeout=30).status_code == 200, "the dead holds nothing"
     wait_until(lambda: scrape(server).sum("manta_holds_broken_total") == before + lost, timeout_s=120)
     for talk, first, text in zip(talks, firsts, expected, strict=True):
         turn = talk.turn(hold=False)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.scrape import Scrape
 from tests.serve.plain.conftest import REPLICAS
-from tests.serve.replicas.test_replay import RANK, explained, processes, stream
+from tests.serve.replicas.test_replay import engine_under, explained, stream
 from tests.serve.serve_run import ServeRun, wait_until
 
 pytestmark = pytest.mark.serve
@@ -61,9 +61,8 @@ def test_streams_go_on_unchanged_when_a_decode_replica_is_killed(server):
         running = Barrier(len(ASKED) + 1)
         named = {f"killed-{number}": body for number, body in enumerate(ASKED)}
         streams = [pool.submit(stream, server, {**body, "request_id": name}, running) for name, body in named.items()]
-        victim, *_ = processes(server, RANK)  # both replicas have streams, since these share no prefix
         running.wait(60)
-        victim.kill()
+        server.process_of(engine_under(server, next(iter(named))), rank=0).kill()
         assert [one.result(timeout=120)[:2] for one in streams] == expected
     replays = scrape(server).sum("manta_request_replays_total") - before
     assert replays == sum(explained(server, name)["replays"] for name in named) > 0

@@ -68,21 +68,23 @@ def processes(server: ServeRun, title: str) -> list[psutil.Process]:
     return [p for p in server.processes() if p.cmdline() and p.cmdline()[0].startswith(title)]
 
 
-RANK, CONTROL_ACTOR = "ray::RankActor", "ray::ServeReplica:manta:decode-pocket"
+def engine_under(server: ServeRun, name: str) -> str:
+    """The engine in which a sequence runs."""
+    return str(explained(server, name)["engines"][-1])
 
 
-@pytest.mark.parametrize(("victim", "turn"), [(CONTROL_ACTOR, 1), *((RANK, i) for i in range(1, 11))])
-def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(server, victim, turn):
+@pytest.mark.parametrize(("rank", "turn"), [(None, 1), *((0, i) for i in range(1, 11))], ids=str)
+def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(server, rank, turn):
+    """rank: None for the control actor."""
     with ThreadPoolExecutor(len(ASKED)) as pool:
         expected = list(pool.map(lambda body: stream(server, body)[:2], ASKED))
         assert len({text for text, _ in expected}) == len(ASKED)
         before = scrape(server).sum("manta_request_replays_total")
         running = Barrier(len(ASKED) + 1)
-        named = {f"{victim}-{turn}-{number}": body for number, body in enumerate(ASKED)}
+        named = {f"{rank}-{turn}-{number}": body for number, body in enumerate(ASKED)}
         streams = [pool.submit(stream, server, {**body, "request_id": name}, running) for name, body in named.items()]
-        first, *_ = processes(server, victim)  # each replica has streams, since they share no prefix
         running.wait(60)
-        first.kill()
+        server.process_of(engine_under(server, next(iter(named))), rank).kill()
         found = [one.result(timeout=120) for one in streams]
     differ = sum(one[:2] != unharmed for one, unharmed in zip(found, expected, strict=True))
     assert differ == 0, f"{differ} of {len(expected)} texts differ"
@@ -96,6 +98,7 @@ def test_streams_go_on_unchanged_when_a_process_of_a_decode_replica_is_killed(se
         assert len(timeline["engines"]) == 1 + timeline["replays"]
     assert scrape(server).sum("vllm:request_success_total", finished_reason="error") == 0
     pauses = ", ".join(f"{pause_s:.2f}" for _, _, pause_s in found)
+    victim = "a control actor" if rank is None else "a rank"
     print(f"\nSIGKILL of {victim}: {len(found)} texts unchanged, {replayed:.0f} replays, pauses in s: {pauses}")
 
 
