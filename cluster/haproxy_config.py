@@ -104,7 +104,8 @@ def with_successor(config: str) -> str:
     frontend = re.search(r"(?ms)^frontend http_frontend\n\s*bind (\S*):(\d+)$.*?(?=^backend )", config)
     assert frontend is not None, "Ray's configuration has no frontend"
     applications = re.findall(r"(?m)^ *use_backend (\S+) if ", frontend[0])
-    server = f"    server successor {frontend[1].replace('0.0.0.0', '127.0.0.1')}:{frontend[2]}"
+    host = "127.0.0.1" if frontend[1] == "0.0.0.0" else frontend[1]
+    server = f"    server successor {host}:{frontend[2]}"
 
     def backend(found: re.Match[str]) -> str:
         if found[1] not in applications:

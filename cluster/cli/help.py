@@ -44,7 +44,8 @@ class CliCommand(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         for word in args:
             if word.startswith("--help="):
-                ctx.meta[TOPIC] = word.removeprefix("--help=").lower()
+                if topic := word.removeprefix("--help=").lower():
+                    ctx.meta[TOPIC] = topic
                 args = ["--help"]
         return super().parse_args(ctx, args)
 
