@@ -135,7 +135,7 @@ class _Search:
     def _climbed(self, sizes: list[Sizes], limit: int) -> Candidate | None:
         """Double the pool that improves the result more until the cluster suffices, or nearly does and is no better
         than half of it."""
-        before = 0.0
+        before = -1.0
         while found := [self._try(each) for each in sizes if sum(each) <= limit]:
             best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
             if self._suffices(best):

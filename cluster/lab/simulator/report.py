@@ -71,8 +71,8 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
         show("two pools: not tried; try them with --prefill-replicas 1")
     if plan.unfinished:
         show(
-            f"not searched to the end: replicas of {listed(plan.unfinished)} GPUs, of which {NEAR_MISSES} clusters in a row "
-            f"missed the SLO by no more than {100 * CHANCE:g} % of the requests"
+            f"not searched to the end: replicas of {_listed(plan.unfinished)} GPUs, of which {NEAR_MISSES} clusters in a "
+            f"row missed the SLO by no more than {100 * CHANCE:g} % of the requests"
         )
     if plan.best is None:
         show("no cluster within the allowed number of GPUs meets the SLO")
@@ -90,13 +90,13 @@ def _range(plan: Plan) -> str:
     """Return among which clusters the plan has fewest GPUs."""
     pools = "one pool or two" if any(candidate.prefill for candidate in plan.tried) else "one pool"
     return (
-        f"the fewest GPUs of all clusters of {pools} with up to {plan.max_gpus} GPUs, {listed(plan.replica_gpus)} for "
-        f"each replica, if more replicas of a pool never lower the good requests by more than {100 * CHANCE:g} %, and if "
-        f"no number helps where twice the replicas change them by less than {100 * LEVEL:g} %"
+        f"the fewest GPUs of all clusters of {pools} with up to {plan.max_gpus} GPUs, {_listed(plan.replica_gpus)} for "
+        f"each replica, if more replicas of a pool never lower the good requests by more than {100 * CHANCE:g} %, and "
+        f"if no number helps where twice the replicas change them by less than {100 * LEVEL:g} %"
     )
 
 
-def listed(sizes: list[int]) -> str:
+def _listed(sizes: list[int]) -> str:
     *others, last = [str(size) for size in sizes]
     return f"{', '.join(others)} or {last}" if others else last
 
