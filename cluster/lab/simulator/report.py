@@ -71,8 +71,8 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
         show("two pools: not tried; try them with --prefill-replicas 1")
     if plan.unfinished:
         show(
-            f"not searched to the end: replicas of {_listed(plan.unfinished)} GPUs, of which {NEAR_MISSES} clusters in a "
-            f"row missed the SLO by no more than {100 * CHANCE:g} % of the requests"
+            f"not searched to the end: replicas of {_listed(plan.unfinished)} GPUs, of which {NEAR_MISSES} clusters in "
+            f"a row missed the SLO by no more than {100 * CHANCE:g} % of the requests"
         )
     if plan.best is None:
         show("no cluster within the allowed number of GPUs meets the SLO")
