@@ -11,7 +11,7 @@ def check_simulate(options: SimulationOptions, plan: bool, max_gpus: int | None)
     """Raise InvalidParameter for a flag of `manta simulate` that would be ignored."""
     given = given_flags(options) | ({} if max_gpus is None else {"--max-gpus": max_gpus})
     searched = "with --plan, which searches it"
-    card_count = "unless --plan chooses the cards of a replica, which it does without --tensor-parallel-size and --cost"
+    card_count = "unless --plan chooses the cards of a replica, which it does without --tensor-parallel-size or --cost"
     chooses_cards = plan and options.tensor_parallel_size is None and options.cost is None
     sends = options.prefill_replicas > 0 or (options.autoscale is not None and options.move_requests)
     _check(options, given)

@@ -79,7 +79,7 @@ class ServeLoad:
             given_flags(self),
             ("--burstiness", math.isinf(self.request_rate), "without --request-rate: all requests are sent at once"),
             ("--prefix-groups", not self.prefix_len, "without --prefix-len"),
-            ("--vocab-size", sends_words, "with --text and --endpoint chat, which send words"),
+            ("--vocab-size", sends_words, "with --text or --endpoint chat, which send words"),
         )
 
     @property

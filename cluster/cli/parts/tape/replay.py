@@ -129,8 +129,8 @@ def replay(
         ("--engine --request --at --step", set_ is not None, "with --set, which simulates all engines"),
         ("--at --step", request is not None, "with --request"),
         ("--step", at is not None, "with --at"),
-        ("--engine", not looks, "without --request, --at and --step: all engines are compared"),
-        (prices_and_json, looks and set_ is None, "with --request, --at and --step, which show steps of a scheduler"),
+        ("--engine", not looks, "without --request, --at or --step: all engines are compared"),
+        (prices_and_json, looks and set_ is None, "with --request, --at or --step, which show steps of a scheduler"),
     )
     tapes, prices = read_all(files), Prices(engine_hour=engine_hour or 0.0, kv_gib_hour=kv_gib_hour or 0.0)
     differs = 0
