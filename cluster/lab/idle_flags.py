@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from cluster.config.simulation_options import SimulationOptions
-from cluster.flags import given_flags, refuse_idle
+from cluster.idle_flags import given_flags, refuse_idle
 from cluster.lab.simulator.trace import is_file
 
 
 def check_simulate(options: SimulationOptions, plan: bool, max_gpus: int | None) -> None:
     """Raise InvalidParameter for a flag of `manta simulate` that would be ignored."""
-    given = given_flags(options) | ({} if max_gpus is None else {"--max-gpus": max_gpus})
+    given = given_flags(options) | {"--max-gpus": max_gpus}
     searched = "with --plan, which searches it"
     card_count = "unless --plan chooses the cards of a replica, which it does without --tensor-parallel-size or --cost"
     chooses_cards = plan and options.tensor_parallel_size is None and options.cost is None

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from cluster.config.tune_options import TuneOptions
-from cluster.flags import given_flags, refuse_idle
+from cluster.idle_flags import given_flags, refuse_idle
 from cluster.lab.recorded.prediction import LABELS, cautions, told
 from cluster.lab.recorded.recording import Recording
 from cluster.lab.recorded.what_if import UNKNOWN, Baseline, Figures, simulated_figures
