@@ -82,7 +82,12 @@ IGNORED = {
         "--cards-per-node 3": "unless --plan chooses the cards of a replica, which it does without "
         "--tensor-parallel-size or --cost",
     },
-    "simulate --trace fixed --plan": {"--replicas 3": "with --plan, which searches it"},
+    "simulate --trace fixed --plan": {
+        "--replicas 3": "with --plan, which searches it",
+        "--autoscale 3": "with --plan, because planned clusters have a fixed size",
+        "--switch-roles": "with --plan, because planned clusters have a fixed split",
+        "--html report.html": "with --plan, which has no single run to show",
+    },
 }
 
 
