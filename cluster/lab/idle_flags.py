@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cluster.config.idle_flags import given_flags, refuse_idle
 from cluster.config.simulation_options import SimulationOptions
-from cluster.idle_flags import given_flags, refuse_idle
 from cluster.lab.simulator.trace import is_file
 
 

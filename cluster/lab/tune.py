@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from cluster.config.idle_flags import given_flags, refuse_idle
 from cluster.config.tune_options import TuneOptions
-from cluster.idle_flags import given_flags, refuse_idle
 from cluster.lab.recorded.prediction import LABELS, cautions, told
 from cluster.lab.recorded.recording import Recording
 from cluster.lab.recorded.what_if import UNKNOWN, Baseline, Figures, simulated_figures

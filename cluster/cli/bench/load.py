@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.cli.bench.prompts import BenchRequest, preset, random_jobs, with_prefixes
+from cluster.config.idle_flags import given_flags, refuse_idle
 from cluster.flags import flag
-from cluster.idle_flags import given_flags, refuse_idle
 from engine.errors import InvalidParameter
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

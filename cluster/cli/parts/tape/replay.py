@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli.help import App
+from cluster.config.idle_flags import refuse_idle
 from cluster.flags import ApiKeyOption, JsonOption
-from cluster.idle_flags import refuse_idle
 from deployments.errors import RequestNotFound
 from engine.errors import InvalidParameter
 
