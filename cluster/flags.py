@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,7 +16,6 @@ import typer
 
 from cluster.config.flag_groups import GROUP_OF
 from engine.config import EngineConfig
-from engine.errors import InvalidParameter
 from engine.offline.vllm_flags import SHORT_FLAGS
 
 WITHOUT = {"model", "handoff", "encode", "seed"}  # fields set in other ways, or of no use to a server
@@ -121,22 +120,6 @@ def _without_none(hint: Any) -> Any:
         (hint,) = (part for part in get_args(hint) if part is not NoneType)
     assert hint in (bool, int, float, str) or get_origin(hint) is Literal or is_dataclass(hint), hint
     return hint
-
-
-def given_flags(options: Any) -> dict[str, Any]:
-    """Return the values of a dataclass that are not at their default, by flag."""
-    values = {each.name: (getattr(options, each.name), each.default) for each in fields(options)}
-    found = {name.replace("_", "-"): value for name, (value, default) in values.items() if value != default}
-    return {f"--no-{name}" if value is False else f"--{name}": value for name, value in found.items()}
-
-
-def refuse_idle(given: Mapping[str, Any], *rules: tuple[str, bool, str]) -> None:
-    """Raise InvalidParameter for a flag that would be ignored. given: values by flag. rules: flags, separated by
-    spaces; whether they are ignored; and when they must be left out."""
-    for names, ignored, when in rules:
-        for name in names.split():
-            if ignored and name in given:
-                raise InvalidParameter(name, given[name], f"left out {when}")
 
 
 def json_object(text: str) -> dict[str, Any]:

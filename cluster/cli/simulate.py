@@ -9,7 +9,6 @@ import typer
 
 from cluster.config.simulation_options import SimulationOptions
 from cluster.flags import HtmlOption, JsonOption, with_flags
-from engine.errors import InvalidParameter
 
 if TYPE_CHECKING:  # `manta --help` need not wait for numpy and torch
     from cluster.lab.simulator.planner import Candidate
@@ -57,11 +56,9 @@ def simulate(
     from cluster.terminal.progress import progress_bar
     from cluster.terminal.tables import show
 
-    check_simulate(options, plan, max_gpus)
+    check_simulate(options, plan, max_gpus, html)
     limit = max_gpus or MAX_GPUS
     if plan:
-        if html is not None:
-            raise InvalidParameter("--html", str(html), "left out with --plan, which has no single run to show")
         check_plan(options, limit)
     traffic = find_trace(options)
     if plan and options.tensor_parallel_size is None and options.cost is None:

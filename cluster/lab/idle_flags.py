@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from cluster.config.idle_flags import given_flags, refuse_idle
 from cluster.config.simulation_options import SimulationOptions
-from cluster.flags import given_flags, refuse_idle
 from cluster.lab.simulator.trace import is_file
 
 
-def check_simulate(options: SimulationOptions, plan: bool, max_gpus: int | None) -> None:
+def check_simulate(options: SimulationOptions, plan: bool, max_gpus: int | None, html: Path | None) -> None:
     """Raise InvalidParameter for a flag of `manta simulate` that would be ignored."""
-    given = given_flags(options) | ({} if max_gpus is None else {"--max-gpus": max_gpus})
+    given = given_flags(options) | {"--max-gpus": max_gpus, "--html": html}
+    fixed = "with --plan, because planned clusters have a fixed"
     searched = "with --plan, which searches it"
-    card_count = "unless --plan chooses the cards of a replica, which it does without --tensor-parallel-size and --cost"
+    card_count = "unless --plan chooses the cards of a replica, which it does without --tensor-parallel-size or --cost"
     chooses_cards = plan and options.tensor_parallel_size is None and options.cost is None
     sends = options.prefill_replicas > 0 or (options.autoscale is not None and options.move_requests)
     _check(options, given)
     refuse_idle(
         given,
+        ("--autoscale", plan, f"{fixed} size"),
+        ("--switch-roles", plan, f"{fixed} split"),
+        ("--html", plan, "with --plan, which has no single run to show"),
         ("--replicas", plan, searched),
         ("--max-gpus --good", not plan, "without --plan"),
         ("--cards-per-node", not chooses_cards, card_count),

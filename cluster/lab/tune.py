@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from cluster.config.idle_flags import given_flags, refuse_idle
 from cluster.config.tune_options import TuneOptions
-from cluster.flags import given_flags, refuse_idle
 from cluster.lab.recorded.prediction import LABELS, cautions, told
 from cluster.lab.recorded.recording import Recording
 from cluster.lab.recorded.what_if import UNKNOWN, Baseline, Figures, simulated_figures
@@ -80,8 +80,8 @@ def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
             raise InvalidParameter("--tape", None, "given, or --trace")
         trace = find_trace(whole_file(options))
         return Start(make_cluster(options, trace), trace)
-    from_tape = given.keys() - (WITH_TRACE if options.trace else WITH_TAPE)
-    refuse_idle(given, (" ".join(from_tape), True, "with --tape, which tells it"))
+    allowed = WITH_TRACE if options.trace else WITH_TAPE
+    refuse_idle(given, (" ".join(flag for flag in given if flag not in allowed), True, "with --tape, which tells it"))
     baseline = Baseline(Recording.of_files(tapes), GoodputSlo.of(options))
     if options.trace:
         return Start(baseline.spec, find_trace(whole_file(options)), baseline, is_other_load=True)

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.cli.bench.prompts import BenchRequest, preset, random_jobs, with_prefixes
-from cluster.flags import flag, given_flags, refuse_idle
+from cluster.config.idle_flags import given_flags, refuse_idle
+from cluster.flags import flag
 from engine.errors import InvalidParameter
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -79,7 +80,7 @@ class ServeLoad:
             given_flags(self),
             ("--burstiness", math.isinf(self.request_rate), "without --request-rate: all requests are sent at once"),
             ("--prefix-groups", not self.prefix_len, "without --prefix-len"),
-            ("--vocab-size", sends_words, "with --text and --endpoint chat, which send words"),
+            ("--vocab-size", sends_words, "with --text or --endpoint chat, which send words"),
         )
 
     @property

@@ -11,7 +11,7 @@ import msgspec
 from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.prompts import trace_prompts, with_prefixes
 from cluster.cli.bench.traces import read_trace
-from cluster.flags import given_flags, refuse_idle
+from cluster.config.idle_flags import given_flags, refuse_idle
 from cluster.lab.simulator.trace import Trace
 
 FROM_TRACE = "--num-prompts --burstiness --input-len --output-len --prefix-len --prefix-groups --text --endpoint"

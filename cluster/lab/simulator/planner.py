@@ -12,6 +12,9 @@ from cluster.lab.simulator.trace import Trace
 
 Sizes = tuple[int, int]  # decode replicas, prefill replicas
 CHANCE = 0.05  # fraction of the requests that a smaller cluster may serve better than a larger one
+LEVEL = 0.005  # fraction of the requests; if twice the replicas serve no more of them better, no number helps
+FEW = 8  # replicas, of which every number is tried that may suffice
+NEAR_MISSES = 50  # clusters in a row that miss the SLO by no more than CHANCE, after which the search ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class Plan:
     split: Candidate | None
     tried: list[Candidate]
     replica_gpus: list[int]  #: sizes of a replica among which the plan chooses
+    unfinished: list[int]  #: those of them whose search ended after NEAR_MISSES
     max_gpus: int
 
     @property
@@ -59,7 +63,8 @@ class Planner:
     """Searches clusters of up to `max_gpus` GPUs.
 
     It assumes that more replicas of a pool do not lower the fraction of good requests by more than CHANCE. So a cluster
-    that misses the SLO by more is tried once for all smaller ones.
+    that misses the SLO by more is tried once for all smaller ones. So is one that misses it by less, if half of its
+    replicas serve about as many requests well, for then their number is not what is missing.
     """
 
     def __init__(
@@ -75,14 +80,16 @@ class Planner:
         self._tried: list[Candidate] = []
 
     def plan(self) -> Plan:
-        shared = split = None
+        shared, split, unfinished = None, None, []
         for spec in self._specs:
             search = _Search(spec, self._simulated)
             shared = search.shared(self._limit(spec, shared), shared is None) or shared
             if spec.prefill_replicas:
                 split = search.split(self._limit(spec, split), split is None) or split
+            if search.unfinished:
+                unfinished.append(spec.replica_gpus)
         sizes = sorted(spec.replica_gpus for spec in self._specs)
-        return Plan(shared, split, self._tried, sizes, self._max_gpus)
+        return Plan(shared, split, self._tried, sizes, sorted(unfinished), self._max_gpus)
 
     def _limit(self, spec: ClusterSpec, best: Candidate | None) -> int:
         """Return how many replicas take fewer GPUs than the best cluster so far."""
@@ -102,10 +109,14 @@ class _Search:
     def __init__(self, spec: ClusterSpec, simulated: Callable[[ClusterSpec, int, int], Candidate]):
         self._spec, self._simulated = spec, simulated
         self._tried: dict[Sizes, Candidate] = {}
+        self._level: list[Sizes] = []
+        self._near_misses = 0
+        self.unfinished = False
 
     def shared(self, limit: int, climb: bool) -> Candidate | None:
         """Return the fewest replicas of one pool, up to `limit`. climb: whether to begin with one; else with `limit`,
         where the search ends if another size of a replica does with fewer GPUs."""
+        self._near_misses = 0
         best, found = None, (self._climbed([(1, 0)], limit) if climb else None) or self._below(_one_pool, limit)
         while found is not None:
             best = self._fewest(_one_pool, found.decode)
@@ -114,6 +125,7 @@ class _Search:
 
     def split(self, limit: int, climb: bool) -> Candidate | None:
         """Return the fewest replicas of two pools, up to `limit` together."""
+        self._near_misses = 0
         best, found = None, (self._climbed([(1, 1)], limit) if climb else None) or self._within(limit)
         while found is not None:
             best = self._shrunk(found)
@@ -121,12 +133,16 @@ class _Search:
         return best
 
     def _climbed(self, sizes: list[Sizes], limit: int) -> Candidate | None:
-        """Double the pool that improves the result more until the cluster suffices."""
+        """Double the pool that improves the result more until the cluster suffices, or nearly does and is no better
+        than half of it."""
+        before = -1.0
         while found := [self._try(each) for each in sizes if sum(each) <= limit]:
             best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
             if self._suffices(best):
                 return best
-            sizes = [(2 * best.decode, best.prefill)]
+            if best.report.good >= self._low and best.report.good - before < LEVEL:
+                return None
+            before, sizes = best.report.good, [(2 * best.decode, best.prefill)]
             if best.prefill:
                 sizes.append((best.decode, 2 * best.prefill))
         return None
@@ -177,18 +193,41 @@ class _Search:
     def _suffices(self, candidate: Candidate) -> bool:
         return candidate.report.good >= self._spec.slo.fraction
 
+    @property
+    def _low(self) -> float:
+        """Fraction of good requests below which no smaller cluster suffices by chance."""
+        return self._spec.slo.fraction - CHANCE
+
     def _hopeless(self, sizes: Sizes) -> bool:
-        """Return whether neither these pools nor smaller ones can suffice."""
-        tried, low = self._tried.items(), self._spec.slo.fraction - CHANCE
-        if any(_covers(larger, sizes) and candidate.report.good < low for larger, candidate in tried):
+        """Return whether neither these pools nor smaller ones can suffice, or too many have missed the SLO."""
+        self.unfinished |= self._near_misses >= NEAR_MISSES
+        if self._near_misses >= NEAR_MISSES or any(_covers(larger, sizes) for larger in self._level):
+            return True
+        tried = self._tried.items()
+        if any(_covers(larger, sizes) and candidate.report.good < self._low for larger, candidate in tried):
             return True
         if any(_covers(sizes, smaller) and self._suffices(candidate) for smaller, candidate in tried):
             return False
-        return self._try(sizes).report.good < low
+        if self._try(sizes).report.good < self._low:
+            return True
+        if self._is_level(sizes):
+            self._level.append(sizes)
+            return True
+        return False
+
+    def _is_level(self, sizes: Sizes) -> bool:
+        """Return whether these pools do not suffice, and half of their replicas do about as well."""
+        if sum(sizes) <= FEW or any(_covers(larger, sizes) and self._suffices(c) for larger, c in self._tried.items()):
+            return False
+        good = self._try(sizes).report.good
+        half = self._try((max(1, sizes[0] // 2), max(1, sizes[1] // 2) if sizes[1] else 0))
+        return not self._suffices(half) and abs(good - half.report.good) < LEVEL
 
     def _try(self, sizes: Sizes) -> Candidate:
         if sizes not in self._tried:
-            self._tried[sizes] = self._simulated(self._spec, *sizes)
+            self._tried[sizes] = found = self._simulated(self._spec, *sizes)
+            near = self._low <= found.report.good < self._spec.slo.fraction
+            self._near_misses = 0 if self._suffices(found) else self._near_misses + near
         return self._tried[sizes]
 
 

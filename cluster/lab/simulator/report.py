@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from cluster.lab.simulator.billing.cost_tables import cost_rows, cost_table
-from cluster.lab.simulator.planner import CHANCE, Candidate, Plan
+from cluster.lab.simulator.planner import CHANCE, LEVEL, NEAR_MISSES, Candidate, Plan
 from cluster.lab.simulator.results import PoolUse, Report
 from cluster.lab.simulator.spec import GoodputSlo
 from cluster.terminal.html_report import Chart, distribution, rate_over_time, steps_over_time, write_report
@@ -69,6 +69,11 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
         show(f"two pools: {_found(plan.split)}")
     else:
         show("two pools: not tried; try them with --prefill-replicas 1")
+    if plan.unfinished:
+        show(
+            f"not searched to the end: replicas of {_listed(plan.unfinished)} GPUs, of which {NEAR_MISSES} clusters in "
+            f"a row missed the SLO by no more than {100 * CHANCE:g} % of the requests"
+        )
     if plan.best is None:
         show("no cluster within the allowed number of GPUs meets the SLO")
     else:
@@ -84,12 +89,16 @@ def show_plan(plan: Plan, slo: GoodputSlo) -> None:
 def _range(plan: Plan) -> str:
     """Return among which clusters the plan has fewest GPUs."""
     pools = "one pool or two" if any(candidate.prefill for candidate in plan.tried) else "one pool"
-    *sizes, last = [str(size) for size in plan.replica_gpus]
-    each = f"{', '.join(sizes)} or {last}" if sizes else last
     return (
-        f"the fewest GPUs of all clusters of {pools} with up to {plan.max_gpus} GPUs, {each} for each replica, if more "
-        f"replicas of a pool never lower the good requests by more than {100 * CHANCE:g} %"
+        f"the fewest GPUs of all clusters of {pools} with up to {plan.max_gpus} GPUs, {_listed(plan.replica_gpus)} for "
+        f"each replica, if more replicas of a pool never lower the good requests by more than {100 * CHANCE:g} %, and "
+        f"if no number helps where twice the replicas change them by less than {100 * LEVEL:g} %"
     )
+
+
+def _listed(sizes: list[int]) -> str:
+    *others, last = [str(size) for size in sizes]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _found(candidate: Candidate | None) -> str:

@@ -143,10 +143,6 @@ def find_trace(options: SimulationOptions) -> Trace:
 
 def check_plan(options: SimulationOptions, max_gpus: int) -> None:
     """Raise InvalidParameter for options that contradict a search for the fewest GPUs."""
-    changing = ("--autoscale", options.autoscale, "size"), ("--switch-roles", options.switch_roles, "split")
-    for flag, value, what in changing:
-        if value:
-            raise InvalidParameter(flag, value, f"left out with --plan, because planned clusters have a fixed {what}")
     if options.engine_hour is not None and options.tensor_parallel_size is None and options.cost is None:
         limit = "left out for --gpu-hour, or given with --tensor-parallel-size: --plan chooses the cards of an engine"
         raise InvalidParameter("--engine-hour", options.engine_hour, limit)

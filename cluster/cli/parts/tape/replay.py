@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli.help import App
-from cluster.flags import ApiKeyOption, JsonOption, refuse_idle
+from cluster.config.idle_flags import refuse_idle
+from cluster.flags import ApiKeyOption, JsonOption
 from deployments.errors import RequestNotFound
 from engine.errors import InvalidParameter
 
@@ -70,8 +71,8 @@ def check(
     from cluster.cli.bench.openai_client import fetch
     from cluster.lab.recorded.simulation_check import SimulationCheck
 
-    if metrics_port is not None and every is None:
-        raise InvalidParameter("--metrics-port", metrics_port, "left out without --every: one look ends at once")
+    rule = "--metrics-port", every is None, "without --every: one look ends at once"
+    refuse_idle({"--metrics-port": metrics_port}, rule)
     SimulationCheck(lambda: fetch(url, "/debug/tape", api_key)).run(every, metrics_port, as_json=as_json)
 
 
@@ -125,12 +126,12 @@ def replay(
     looks = request is not None or at is not None or step
     prices_and_json = "--engine-hour --kv-gib-hour --json"
     refuse_idle(
-        {flag: value for flag, value in given.items() if value is not None},
+        given,
         ("--engine --request --at --step", set_ is not None, "with --set, which simulates all engines"),
         ("--at --step", request is not None, "with --request"),
         ("--step", at is not None, "with --at"),
-        ("--engine", not looks, "without --request, --at and --step: all engines are compared"),
-        (prices_and_json, looks and set_ is None, "with --request, --at and --step, which show steps of a scheduler"),
+        ("--engine", not looks, "without --request, --at or --step: all engines are compared"),
+        (prices_and_json, looks and set_ is None, "with --request, --at or --step, which show steps of a scheduler"),
     )
     tapes, prices = read_all(files), Prices(engine_hour=engine_hour or 0.0, kv_gib_hour=kv_gib_hour or 0.0)
     differs = 0

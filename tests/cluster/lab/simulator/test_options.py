@@ -39,7 +39,7 @@ def refusal(*options: str) -> str:
         ),
         (
             "--plan --autoscale 4",
-            "--autoscale must be left out with --plan, because planned clusters have a fixed size, got 4",
+            "--autoscale must be left out with --plan, because planned clusters have a fixed size",
         ),
         (
             "--handoff auto",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from cluster.cli import main as cli
 from cluster.lab.simulator.cluster import simulate
 from cluster.lab.simulator.cost_model import roofline
-from cluster.lab.simulator.planner import CHANCE, Planner
+from cluster.lab.simulator.planner import CHANCE, Plan, Planner
+from cluster.lab.simulator.report import show_plan
 from cluster.lab.simulator.spec import ClusterSpec, GoodputSlo
 from cluster.lab.simulator.trace import Trace, make_trace
 from tests.cluster.lab.simulator.small_cluster import CARD, MODEL, small_cluster
@@ -88,14 +89,14 @@ class Served:
     luck=st.integers(0, 2**32),
 )
 def test_the_fewest_gpus_are_found_whatever_the_sizes_that_suffice(needs, max_gpus, luck):
-    """needs: for each size of a replica, pools that suffice, as all larger ones do but for chance."""
+    """needs: for each size of a replica, pools that suffice, as all larger ones do, and by chance some smaller ones."""
     specs = [replace(small_cluster(1), replica_gpus=gpus) for gpus in needs]
 
     def good(replica_gpus: int, decode: int, prefill: int) -> float:
         kind = [need for need in needs[replica_gpus] if bool(need[1]) == bool(prefill)]
         below = min((max(0, d - decode) + max(0, p - prefill) for d, p in kind), default=9)
         chance = Random(f"{luck} {replica_gpus} {decode} {prefill}").uniform(0, 0.9 * CHANCE)
-        return max(0.0, 0.92 - 0.02 * below - chance)
+        return max(0.0, 0.95 - 0.03 * below - chance)
 
     def served(spec: ClusterSpec, trace: Trace) -> Served:
         return Served(spec.gpus, good(spec.replica_gpus, spec.replicas, spec.prefill_replicas))
@@ -113,21 +114,50 @@ def test_the_fewest_gpus_are_found_whatever_the_sizes_that_suffice(needs, max_gp
         assert (found.gpus if found else None) == min(enough, default=None)
 
 
-def test_a_search_of_large_clusters_simulates_few_of_them():
-    specs, needed = [replace(small_cluster(1), replica_gpus=gpus) for gpus in (2, 1, 4, 8)], (20, 50)
+def planned_by(good: Callable[[int, int, int], float]) -> Plan:
+    """Return the plan of up to 256 GPUs. good: fraction of good requests by GPUs of a replica, decode and prefill
+    replicas."""
 
     def served(spec: ClusterSpec, trace: Trace) -> Served:
-        decode, prefill = needed if spec.prefill_replicas else (sum(needed), 0)
-        gpus = spec.replica_gpus
-        share = min(gpus * spec.replicas / decode, gpus * spec.prefill_replicas / prefill if prefill else 1.0)
-        return Served(spec.gpus, min(1.0, share**4))
+        return Served(spec.gpus, good(spec.replica_gpus, spec.replicas, spec.prefill_replicas))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cluster.lab.simulator.planner.simulate", served)
-        plan = Planner(specs, TRACE, 256).plan()
-    assert plan.shared and plan.split
-    assert (plan.shared.gpus, plan.split.gpus) == (69, 69)
-    assert sum(not candidate.prefill for candidate in plan.tried) <= 25 and len(plan.tried) <= 90
+        return Planner([replace(small_cluster(1), replica_gpus=gpus) for gpus in (2, 1, 4, 8)], TRACE, 256).plan()
+
+
+def steep(gpus: int, decode: int, prefill: int) -> float:
+    """Suffices with 20 GPUs that decode and 50 for prefills, or 70 for both."""
+    share = min(gpus * decode / 20, gpus * prefill / 50) if prefill else gpus * decode / 70
+    return min(1.0, share**4)
+
+
+def level(gpus: int, decode: int, prefill: int) -> float:
+    """A few requests are too slow on any replica."""
+    return 0.86
+
+
+def level_in_the_end(gpus: int, decode: int, prefill: int) -> float:
+    return min(0.895, steep(gpus, decode, prefill))
+
+
+@pytest.mark.parametrize(
+    ("good", "fewest", "most_of_one_pool", "most"),
+    [(steep, 69, 25, 90), (level, None, 25, 90), (level_in_the_end, None, 35, 120)],
+)
+def test_a_search_of_large_clusters_simulates_few_of_them(good, fewest, most_of_one_pool, most):
+    plan = planned_by(good)
+    assert [found and found.gpus for found in (plan.shared, plan.split)] == [fewest, fewest]
+    assert sum(not candidate.prefill for candidate in plan.tried) <= most_of_one_pool and len(plan.tried) <= most
+    assert not plan.unfinished
+
+
+def test_a_search_among_near_misses_ends_and_names_the_sizes_of_a_replica(capsys):
+    plan = planned_by(lambda gpus, decode, prefill: 0.895 - 1.5 / (decode + prefill))  # each doubling helps a little
+    assert plan.best is None and plan.unfinished == [1, 2, 4]
+    assert len(plan.tried) <= 150 * len(plan.replica_gpus)
+    show_plan(replace(plan, tried=[]), SLO)
+    assert "not searched to the end: replicas of 1, 2 or 4 GPUs" in capsys.readouterr().out
 
 
 def test_no_cluster_keeps_what_no_engine_can():
