@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -21,7 +22,8 @@ from engine.wire.sampling_params import SamplingParams
 SAMPLING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
 BEGIN = b'{"index":'  # start of each output line
 LINE_FIELDS = frozenset({"id", "prompt", "messages"})
-REPLACED_AT_ONCE = 100  # answers to lines that had failed: a kill loses fewer
+REPLACED_AT_ONCE = 100  # answers to lines that had failed; more if else there would be over MAX_REPLACEMENTS
+MAX_REPLACEMENTS = 50  # each writes the whole output
 
 
 class Choice(msgspec.Struct, omit_defaults=True):
@@ -100,7 +102,8 @@ def generate_file(
         return answer
 
     if retried:
-        replace_answers(output_file, map(answered, answers(engine, lines, retried, defaults, progress)))
+        at_once = max(REPLACED_AT_ONCE, math.ceil(len(retried) / MAX_REPLACEMENTS))
+        replace_answers(output_file, map(answered, answers(engine, lines, retried, defaults, progress)), at_once)
     if rest := range(done, len(lines)):
         add_answers(output_file, map(answered, in_order(answers(engine, lines, rest, defaults, progress), first=done)))
     return summary
@@ -139,13 +142,14 @@ def add_answers(output_file: Path, answers: Iterator[OutputLine]) -> None:
         os.fsync(out.fileno())
 
 
-def replace_answers(output_file: Path, answers: Iterator[OutputLine]) -> None:
-    """Replace lines of the file by these answers, which come in any order, a number of them at a time."""
+def replace_answers(output_file: Path, answers: Iterator[OutputLine], at_once: int) -> None:
+    """Replace lines of the file by these answers, which come in any order, `at_once` of them at a time. A kill loses
+    fewer than that, and an interrupt none."""
     found: dict[int, bytes] = {}
     try:
         for answer in answers:
             found[answer.index] = msgspec.json.encode(answer)
-            if len(found) == REPLACED_AT_ONCE:
+            if len(found) == at_once:
                 replace_lines(output_file, found)
                 found = {}
     finally:

@@ -154,8 +154,7 @@ def test_what_was_tried_again_before_an_interrupt_or_a_crash_is_kept(llm, tmp_pa
     assert (summary.retried, summary.resumed, summary.failed) == (2, 2, 0)
 
 
-def test_a_kill_while_lines_are_tried_again_loses_only_the_newest_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "REPLACED_AT_ONCE", 2)
+def test_a_kill_while_lines_are_tried_again_loses_only_the_newest_answers(tmp_path):
     target = write_lines(tmp_path / "out.jsonl", [{"index": i, "error": "bad"} for i in range(5)])
 
     def answers() -> Iterator[OutputLine]:
@@ -163,8 +162,22 @@ def test_a_kill_while_lines_are_tried_again_loses_only_the_newest_answers(tmp_pa
             assert sum("error" not in line for line in read_lines(target)) == number // 2 * 2
             yield OutputLine(index=index)
 
-    replace_answers(target, answers())
+    replace_answers(target, answers(), 2)
     assert read_lines(target) == [{"index": index} for index in range(5)]
+
+
+@pytest.mark.parametrize(("failed", "written"), [(99, 1), (250, 3), (5_000, 50), (20_001, 50)])
+def test_however_many_lines_are_tried_again_the_output_is_written_at_most_fifty_times(
+    tmp_path, monkeypatch, failed, written
+):
+    source = write_lines(tmp_path / "in.jsonl", [GOOD] * failed)
+    target = write_lines(tmp_path / "out.jsonl", [{"index": i, "error": "bad"} for i in range(failed)])
+    replaced = []
+    monkeypatch.setattr(generate, "replace_lines", lambda _, found: replaced.append(set(found)))
+    monkeypatch.setattr(generate, "answers", lambda _, __, indices, *___: (OutputLine(index=i) for i in indices))
+    generate_file(lambda: None, source, target, {}, progress=False)
+    assert len(replaced) == written
+    assert set().union(*replaced) == set(range(failed))
 
 
 def test_an_output_that_is_a_link_stays_one_with_its_permissions_and_a_full_disk_harms_nothing(tmp_path, monkeypatch):
@@ -180,9 +193,9 @@ def test_an_output_that_is_a_link_stays_one_with_its_permissions_and_a_full_disk
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            replace_answers(link, iter([OutputLine(index=0)]))
+            replace_answers(link, iter([OutputLine(index=0)]), 1)
     assert target.read_bytes() == before and list(target.parent.iterdir()) == [target]
-    replace_answers(link, iter([OutputLine(index=0)]))
+    replace_answers(link, iter([OutputLine(index=0)]), 1)
     assert link.is_symlink() and read_lines(target) == [{"index": 0}]
     assert target.stat().st_mode & 0o777 == 0o640
 
