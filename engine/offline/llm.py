@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import sys
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -123,7 +124,8 @@ class LLM:
         self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None
         self._core = self._start()
-        self._end = weakref.finalize(self, _close, self._core, self._ranks)  # also as the interpreter exits
+        # also as the interpreter exits
+        self._end = weakref.finalize(self, _close, self._core, self._ranks, os.getpid())
         self._numbers = itertools.count()
         self._pooling = OfflinePooling(
             self._core, self.config, self.tokenizer, self._model_config.supported_tasks, self._numbers
@@ -517,7 +519,11 @@ class LLM:
         return request if request.finished else None
 
 
-def _close(core: EngineCore | EngineGroup, ranks: RankProcesses | None) -> None:
+def _close(core: EngineCore | EngineGroup, ranks: RankProcesses | None, owner: int) -> None:
+    """Close the engine in the process that has started it. A fork of that process has none of its threads, and must
+    leave its tape and its children alone."""
+    if os.getpid() != owner:
+        return
     core.close()
     if ranks:
         ranks.close()

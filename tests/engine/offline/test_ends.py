@@ -22,6 +22,7 @@ ENDS = {
     "an error of the user's": "raise ValueError('of the user')",
     "Ctrl-C": "signal.raise_signal(signal.SIGINT)",
     "it drops the engine": "del llm; assert not copies()",
+    "a fork of it ends first": "if not (fork := os.fork()): sys.exit()\nos.waitpid(fork, 0)\nassert copies(), 'gone'",
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
 }
 CODES = {"sys.exit": 3, "an error of the user's": 1, "Ctrl-C": -signal.SIGINT, "killed": -signal.SIGKILL}
