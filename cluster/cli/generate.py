@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import msgspec
@@ -160,17 +161,17 @@ def replace_answers(output_file: Path, answers: Iterator[OutputLine], at_once: i
 def replace_lines(file: Path, found: dict[int, bytes]) -> None:
     """Replace lines of a file. A kill leaves the whole file as it was, or as it is then."""
     file = file.resolve()
-    new = file.with_name(f"{file.name}.new")
-    try:
-        with new.open("wb") as out:
+    with NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as out:
+        new = Path(out.name)
+        try:
             for index, line in enumerate(file.read_bytes().split(b"\n")[:-1]):
                 out.write(found.get(index, line) + b"\n")
             out.flush()
             os.fsync(out.fileno())
-        shutil.copymode(file, new)
-        os.replace(new, file)
-    finally:
-        new.unlink(missing_ok=True)
+            shutil.copymode(file, new)
+            os.replace(new, file)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def not_an_output(file: Path, index: int) -> RequestError:

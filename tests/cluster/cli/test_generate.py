@@ -166,6 +166,17 @@ def test_a_kill_while_lines_are_tried_again_loses_only_the_newest_answers(tmp_pa
     assert read_lines(target) == [{"index": index} for index in range(5)]
 
 
+def test_other_files_beside_the_output_stay_as_they_are_while_lines_are_tried_again(tmp_path):
+    target = write_lines(tmp_path / "out.jsonl", [{"index": 0, "error": "bad"}])
+    others = {tmp_path / f"{start}out.jsonl{end}" for start in ("", ".") for end in (".new", ".tmp", ".")}
+    for other in others:
+        other.write_text("the user's")
+    replace_answers(target, iter([OutputLine(index=0)]), 1)
+    assert read_lines(target) == [{"index": 0}]
+    assert {other for other in tmp_path.iterdir() if other.read_text() == "the user's"} == others
+    assert {*tmp_path.iterdir()} == {*others, target}
+
+
 @pytest.mark.parametrize(("failed", "written"), [(99, 1), (250, 3), (5_000, 50), (20_001, 50)])
 def test_however_many_lines_are_tried_again_the_output_is_written_at_most_fifty_times(
     tmp_path, monkeypatch, failed, written
