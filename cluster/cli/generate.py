@@ -59,19 +59,20 @@ class Earlier(msgspec.Struct):
 class Summary:
     resumed: int  #: number of lines that earlier runs have answered
     retried: int  #: number of lines that had an error
-    written: int  #: number of lines that this run has answered, those among them
-    failed: int  #: number of lines that have an error now
+    tried: int  #: number of lines that this run has to answer, those among them
+    failed: int  #: number of those that have an error now
     finished: list[tuple[float, float]] = field(default_factory=list)
     """(seconds since the first answer started, output tokens) of each answer, in the order of writing"""
 
     def __str__(self) -> str:
-        said = [f"answered {self.written} lines"]
+        answered = self.tried - self.failed
+        said = [f"answered {answered} line{'s' * (answered != 1)}"]
         if self.retried:
-            said.append(f"{self.retried} of them failed before")
+            said.append(f"{self.retried} tried again")
         if self.resumed:
             said.append(f"{self.resumed} answered before")
         if self.failed:
-            said.append(f"{self.failed} failed: the same command tries them again")
+            said.append(f"{self.failed} failed: the same command tries {'it' if self.failed == 1 else 'them'} again")
         return "; ".join(said)
 
 
@@ -87,12 +88,12 @@ def generate_file(
     """
     lines = [line for line in input_file.read_bytes().split(b"\n") if line.strip()]
     earlier = earlier_answers(output_file)
-    done, retried = len(earlier), [answer.index for answer in earlier if answer.error]
+    done, retried = len(earlier), [answer.index for answer in earlier if answer.error is not None]
     if done > len(lines):
         problem = f"{output_file} has {done} answers for {len(lines)} lines; was it written for another input?"
         raise RequestError(problem, "output")
     summary = Summary(done - len(retried), len(retried), len(retried) + len(lines) - done, 0)
-    if not summary.written:
+    if not summary.tried:
         return summary
     engine, began = llm(), time.monotonic()
 
@@ -232,7 +233,7 @@ def to_request(
 
 
 def to_answer(index: int, name: Any, output: RequestOutput) -> OutputLine:
-    errors = [choice.error for choice in output.outputs if choice.error]
+    errors = [choice.error for choice in output.outputs if choice.error is not None]
     return OutputLine(
         index=index,
         id=name,

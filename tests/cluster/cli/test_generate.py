@@ -107,14 +107,35 @@ def test_failed_lines_are_tried_again_in_their_places_until_none_has_an_error(ll
         assert ["error" in line for line in answers] == [line is BAD for line in lines]
     again = "the same command tries them again"
     assert said == [
-        f"answered 5 lines; 3 failed: {again}",
-        f"answered 5 lines; 3 of them failed before; 2 answered before; 3 failed: {again}",
-        "answered 3 lines; 3 of them failed before; 4 answered before",
+        f"answered 2 lines; 3 failed: {again}",
+        f"answered 2 lines; 3 tried again; 2 answered before; 3 failed: {again}",
+        "answered 3 lines; 3 tried again; 4 answered before",
         "answered 0 lines; 7 answered before",
     ]
     unbroken = tmp_path / "unbroken.jsonl"
     generate_file(lambda: llm, source, unbroken, {}, progress=False)
     assert tokens_of(target) == tokens_of(unbroken)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([BAD], "answered 0 lines; 1 failed: the same command tries it again"),
+        ([GOOD], "answered 1 line"),
+        ([GOOD, BAD], "answered 1 line; 1 failed: the same command tries it again"),
+    ],
+)
+def test_the_summary_counts_failed_lines_apart_from_answered_ones(llm, tmp_path, lines, said):
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    assert str(generate_file(lambda: llm, source, tmp_path / "out.jsonl", {}, progress=False)) == said
+
+
+def test_a_line_whose_error_has_no_text_has_failed_and_is_tried_again(llm, tmp_path):
+    source, target = write_lines(tmp_path / "in.jsonl", [GOOD]), tmp_path / "out.jsonl"
+    write_lines(target, [{"index": 0, "error": ""}])
+    summary = generate_file(lambda: llm, source, target, {}, progress=False)
+    assert (summary.retried, summary.failed) == (1, 0)
+    assert "error" not in read_lines(target)[0]
 
 
 def tokens_of(output: Path) -> list[list[int]]:
