@@ -144,14 +144,14 @@ class LLM:
 
     def _start(self) -> EngineCore | EngineGroup:
         if self.config.world_size == 1:
-            return build_engine(self.config, engine_id=Path(self.config.model).name)
+            return build_engine(self.config, engine_id=self._name)
         group = TPGroup.listen(self.config.world_size, key=ClusterKey.generate(), **group_options(self.config))
         self._ranks = RankProcesses(self.config, group, group.address)
         core: EngineCore | EngineGroup
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)
             if self.config.data_parallel_size == 1:
-                core = build_engine(self.config, group, engine_id=Path(self.config.model).name)
+                core = build_engine(self.config, group, engine_id=self._name)
             else:
                 from engine.offline.engine_group import start_engines  # here, since one rank does without pyzmq
 
@@ -161,6 +161,11 @@ class LLM:
             self._ranks.close()
             raise
         return core
+
+    @property
+    def _name(self) -> str:
+        """The last part of the model's path, also for `.` and `..`. A link keeps its own name."""
+        return os.path.basename(os.path.abspath(self.config.model))
 
     @property
     def max_model_len(self) -> int:

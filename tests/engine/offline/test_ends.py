@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from engine import LLM
+from engine.parts.tape import shared_copy
 from engine.parts.tape.shared_copy import SHARED_MEMORY
 from tests.processes import started
 
@@ -81,3 +83,11 @@ def test_a_process_that_ends_by_itself_leaves_no_tape_however_it_ends_and_a_kill
     (copy,) = left["killed"]
     assert copy.startswith(f"{folder.name}."), "it has the model's name"
     assert not [*root.glob("*/kept")]
+
+
+def test_the_tape_of_a_model_in_the_current_folder_has_the_name_of_the_folder(folder, root, monkeypatch):
+    monkeypatch.setattr(shared_copy, "SHARED_MEMORY", root)
+    monkeypatch.chdir(folder)
+    with LLM(".", num_threads=1, num_gpu_blocks_override=64, device="cpu"):
+        (copy,) = root.glob("manta-tapes-*/*")
+    assert copy.name.startswith(f"{folder.name}.")
