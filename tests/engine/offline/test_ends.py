@@ -75,7 +75,7 @@ def root() -> Iterator[Path]:
 def test_a_process_that_ends_by_itself_leaves_no_tape_however_it_ends_and_a_killed_one_does(folder, root):
     command = [sys.executable, "-c", SCRIPT, str(folder), str(root), json.dumps(ENDS)]
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=240)
     found = json.loads(output)
     assert {name: code for name, (code, _) in found.items() if code} == CODES
     left = {name: copies for name, (_, copies) in found.items() if copies}
