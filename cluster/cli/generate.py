@@ -64,9 +64,12 @@ class Summary:
     finished: list[tuple[float, float]] = field(default_factory=list)
     """(seconds since the first answer started, output tokens) of each answer, in the order of writing"""
 
+    @property
+    def answered(self) -> int:
+        return self.tried - self.failed
+
     def __str__(self) -> str:
-        answered = self.tried - self.failed
-        said = [f"answered {answered} line{'s' * (answered != 1)}"]
+        said = [f"answered {self.answered} line{'s' * (self.answered != 1)}"]
         if self.retried:
             said.append(f"{self.retried} tried again")
         if self.resumed:
@@ -97,7 +100,7 @@ def generate_file(
         return summary
     engine, began = llm(), time.monotonic()
 
-    def answered(answer: OutputLine) -> OutputLine:
+    def counted(answer: OutputLine) -> OutputLine:
         summary.failed += answer.error is not None
         tokens = sum(len(choice.token_ids) for choice in answer.choices)
         summary.finished.append((time.monotonic() - began, float(tokens)))
@@ -105,9 +108,9 @@ def generate_file(
 
     if retried:
         at_once = max(REPLACED_AT_ONCE, math.ceil(len(retried) / MAX_REPLACEMENTS))
-        replace_answers(output_file, map(answered, answers(engine, lines, retried, defaults, progress)), at_once)
+        replace_answers(output_file, map(counted, answers(engine, lines, retried, defaults, progress)), at_once)
     if rest := range(done, len(lines)):
-        add_answers(output_file, map(answered, in_order(answers(engine, lines, rest, defaults, progress), first=done)))
+        add_answers(output_file, map(counted, in_order(answers(engine, lines, rest, defaults, progress), first=done)))
     return summary
 
 
