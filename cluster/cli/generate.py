@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import msgspec
@@ -21,7 +23,8 @@ from engine.wire.sampling_params import SamplingParams
 SAMPLING_FIELDS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams))
 BEGIN = b'{"index":'  # start of each output line
 LINE_FIELDS = frozenset({"id", "prompt", "messages"})
-REPLACED_AT_ONCE = 100  # answers to lines that had failed: a kill loses fewer
+REPLACED_AT_ONCE = 100  # answers to lines that had failed; more if else there would be over MAX_REPLACEMENTS
+MAX_REPLACEMENTS = 50  # each writes the whole output
 
 
 class Choice(msgspec.Struct, omit_defaults=True):
@@ -56,19 +59,23 @@ class Earlier(msgspec.Struct):
 class Summary:
     resumed: int  #: number of lines that earlier runs have answered
     retried: int  #: number of lines that had an error
-    written: int  #: number of lines that this run has answered, those among them
-    failed: int  #: number of lines that have an error now
+    tried: int  #: number of lines that this run has to answer, those among them
+    failed: int  #: number of those that have an error now
     finished: list[tuple[float, float]] = field(default_factory=list)
     """(seconds since the first answer started, output tokens) of each answer, in the order of writing"""
 
+    @property
+    def answered(self) -> int:
+        return self.tried - self.failed
+
     def __str__(self) -> str:
-        said = [f"answered {self.written} lines"]
+        said = [f"answered {self.answered} line{'s' * (self.answered != 1)}"]
         if self.retried:
-            said.append(f"{self.retried} of them failed before")
+            said.append(f"{self.retried} tried again")
         if self.resumed:
             said.append(f"{self.resumed} answered before")
         if self.failed:
-            said.append(f"{self.failed} failed: the same command tries them again")
+            said.append(f"{self.failed} failed: the same command tries {'it' if self.failed == 1 else 'them'} again")
         return "; ".join(said)
 
 
@@ -84,25 +91,26 @@ def generate_file(
     """
     lines = [line for line in input_file.read_bytes().split(b"\n") if line.strip()]
     earlier = earlier_answers(output_file)
-    done, retried = len(earlier), [answer.index for answer in earlier if answer.error]
+    done, retried = len(earlier), [answer.index for answer in earlier if answer.error is not None]
     if done > len(lines):
         problem = f"{output_file} has {done} answers for {len(lines)} lines; was it written for another input?"
         raise RequestError(problem, "output")
     summary = Summary(done - len(retried), len(retried), len(retried) + len(lines) - done, 0)
-    if not summary.written:
+    if not summary.tried:
         return summary
     engine, began = llm(), time.monotonic()
 
-    def answered(answer: OutputLine) -> OutputLine:
+    def counted(answer: OutputLine) -> OutputLine:
         summary.failed += answer.error is not None
         tokens = sum(len(choice.token_ids) for choice in answer.choices)
         summary.finished.append((time.monotonic() - began, float(tokens)))
         return answer
 
     if retried:
-        replace_answers(output_file, map(answered, answers(engine, lines, retried, defaults, progress)))
+        at_once = max(REPLACED_AT_ONCE, math.ceil(len(retried) / MAX_REPLACEMENTS))
+        replace_answers(output_file, map(counted, answers(engine, lines, retried, defaults, progress)), at_once)
     if rest := range(done, len(lines)):
-        add_answers(output_file, map(answered, in_order(answers(engine, lines, rest, defaults, progress), first=done)))
+        add_answers(output_file, map(counted, in_order(answers(engine, lines, rest, defaults, progress), first=done)))
     return summary
 
 
@@ -139,13 +147,14 @@ def add_answers(output_file: Path, answers: Iterator[OutputLine]) -> None:
         os.fsync(out.fileno())
 
 
-def replace_answers(output_file: Path, answers: Iterator[OutputLine]) -> None:
-    """Replace lines of the file by these answers, which come in any order, a number of them at a time."""
+def replace_answers(output_file: Path, answers: Iterator[OutputLine], at_once: int) -> None:
+    """Replace lines of the file by these answers, which come in any order, `at_once` of them at a time. A kill loses
+    fewer than that, and an interrupt none."""
     found: dict[int, bytes] = {}
     try:
         for answer in answers:
             found[answer.index] = msgspec.json.encode(answer)
-            if len(found) == REPLACED_AT_ONCE:
+            if len(found) == at_once:
                 replace_lines(output_file, found)
                 found = {}
     finally:
@@ -156,17 +165,17 @@ def replace_answers(output_file: Path, answers: Iterator[OutputLine]) -> None:
 def replace_lines(file: Path, found: dict[int, bytes]) -> None:
     """Replace lines of a file. A kill leaves the whole file as it was, or as it is then."""
     file = file.resolve()
-    new = file.with_name(f"{file.name}.new")
-    try:
-        with new.open("wb") as out:
+    with NamedTemporaryFile(dir=file.parent, prefix=f".{file.name}.", delete=False) as out:
+        new = Path(out.name)
+        try:
             for index, line in enumerate(file.read_bytes().split(b"\n")[:-1]):
                 out.write(found.get(index, line) + b"\n")
             out.flush()
             os.fsync(out.fileno())
-        shutil.copymode(file, new)
-        os.replace(new, file)
-    finally:
-        new.unlink(missing_ok=True)
+            shutil.copymode(file, new)
+            os.replace(new, file)
+        finally:
+            new.unlink(missing_ok=True)
 
 
 def not_an_output(file: Path, index: int) -> RequestError:
@@ -227,7 +236,7 @@ def to_request(
 
 
 def to_answer(index: int, name: Any, output: RequestOutput) -> OutputLine:
-    errors = [choice.error for choice in output.outputs if choice.error]
+    errors = [choice.error for choice in output.outputs if choice.error is not None]
     return OutputLine(
         index=index,
         id=name,

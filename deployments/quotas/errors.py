@@ -14,13 +14,13 @@ class QuotaExceeded(Overloaded):
 
     def __init__(self, key: str, shortage: Shortage, retry_after_s: float):
         limit, left = shortage.limit, int(shortage.left)
-        what = f"{limit.name} of {limit.value:.15g}"
-        if left:
-            what = f"has only {left} left of its {what}, and this request would take {shortage.need:.0f}"
-        else:
-            what = f"has used up its {what}"
+        what = f"its {limit.name} of {limit.value:.15g}"
         if shortage.is_part:
-            what += " (this ingress's part of it, while the store does not answer)"
+            what = f"this ingress's part of {what} (the store does not answer)"
+        if left:
+            what = f"has only {left} left of {what}, and this request would take {shortage.need:.0f}"
+        else:
+            what = f"has used up {what}"
         when = f"in {retry_after_s:.0f} s at the latest" if limit.duration else "when one of its requests ends"
         super().__init__(f"API key {key!r} {what}; more is free {when}", retry_after_s)
         self.args = (key, shortage, retry_after_s)

@@ -74,7 +74,10 @@ def start_rank(config: EngineConfig, ranks: ConnectedGroup) -> EngineServer | Wo
         return worker
     name = engine_name(group.engine)
     server = EngineServer(config, engine_id=name, status_to=status_to, host=ranks.host, group=group)
-    ranks.exchange(server.address)
+    with ExitStack() as opened:
+        opened.callback(server.journal.close)
+        ranks.exchange(server.address)
+        opened.pop_all()
     return server
 
 

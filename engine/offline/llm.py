@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import sys
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -123,7 +124,8 @@ class LLM:
         self._image_processor: ImageProcessor | None = None
         self._ranks: RankProcesses | None = None
         self._core = self._start()
-        self._end = weakref.finalize(self, _close, self._core, self._ranks)  # also as the interpreter exits
+        # also as the interpreter exits
+        self._end = weakref.finalize(self, _close, self._core, self._ranks, os.getpid())
         self._numbers = itertools.count()
         self._pooling = OfflinePooling(
             self._core, self.config, self.tokenizer, self._model_config.supported_tasks, self._numbers
@@ -142,14 +144,14 @@ class LLM:
 
     def _start(self) -> EngineCore | EngineGroup:
         if self.config.world_size == 1:
-            return build_engine(self.config, engine_id=Path(self.config.model).name)
+            return build_engine(self.config, engine_id=self._name)
         group = TPGroup.listen(self.config.world_size, key=ClusterKey.generate(), **group_options(self.config))
         self._ranks = RankProcesses(self.config, group, group.address)
         core: EngineCore | EngineGroup
         try:
             group.join(RENDEZVOUS_TIMEOUT_S)
             if self.config.data_parallel_size == 1:
-                core = build_engine(self.config, group, engine_id=Path(self.config.model).name)
+                core = build_engine(self.config, group, engine_id=self._name)
             else:
                 from engine.offline.engine_group import start_engines  # here, since one rank does without pyzmq
 
@@ -159,6 +161,11 @@ class LLM:
             self._ranks.close()
             raise
         return core
+
+    @property
+    def _name(self) -> str:
+        """The last part of the model's path, also for `.` and `..`. A link keeps its own name."""
+        return os.path.basename(os.path.abspath(self.config.model))
 
     @property
     def max_model_len(self) -> int:
@@ -517,7 +524,11 @@ class LLM:
         return request if request.finished else None
 
 
-def _close(core: EngineCore | EngineGroup, ranks: RankProcesses | None) -> None:
+def _close(core: EngineCore | EngineGroup, ranks: RankProcesses | None, owner: int) -> None:
+    """Close the engine in the process that has started it. A fork of that process has none of its threads, and must
+    leave its tape and its children alone."""
+    if os.getpid() != owner:
+        return
     core.close()
     if ranks:
         ranks.close()

@@ -48,6 +48,7 @@ class EngineServer:
         self._waker = Waker()
         self._core = build_engine(config, group, engine_id=engine_id, host=host, wake=self._waker.wake)
         self.max_model_len = self._core.max_model_len
+        self.journal = self._core.journal
         self._context = zmq.Context()
         self._inbox: PullSocket[Command] = PullSocket(
             self._context, host, kinds_of(Command), name="commands", key=group.key

@@ -51,7 +51,7 @@ def write_generation_report(path: Path, summary: Summary) -> None:
         distribution("Length of an answer", "tokens", lengths),
     ]
     figures = [
-        ("answers", f"{summary.written}, {summary.failed} of them with an error"),
+        ("answers", f"{summary.answered}; {summary.failed} failed"),
         ("output tokens", figure(sum(lengths), 0)),
         ("output tokens/s", figure(sum(lengths) / duration_s if duration_s else None)),
     ]

@@ -61,9 +61,9 @@ class LeftTapes:
         return await asyncio.to_thread(self._files)
 
     def _files(self) -> list[KeptTape]:
-        from engine.parts.tape.kept_tapes import engine_of
+        from engine.parts.tape.kept_tapes import engine_of, file_name
 
-        found, own = [], set(map(_deployment, self._engine_ids))
+        found, own = [], {_deployment(file_name(each)) for each in self._engine_ids}
         for file in self._kept.files:
             with suppress(FileNotFoundError):  # a newer tape takes its place
                 size, written_at = file.stat().st_size, file.stat().st_mtime

@@ -107,14 +107,35 @@ def test_failed_lines_are_tried_again_in_their_places_until_none_has_an_error(ll
         assert ["error" in line for line in answers] == [line is BAD for line in lines]
     again = "the same command tries them again"
     assert said == [
-        f"answered 5 lines; 3 failed: {again}",
-        f"answered 5 lines; 3 of them failed before; 2 answered before; 3 failed: {again}",
-        "answered 3 lines; 3 of them failed before; 4 answered before",
+        f"answered 2 lines; 3 failed: {again}",
+        f"answered 2 lines; 3 tried again; 2 answered before; 3 failed: {again}",
+        "answered 3 lines; 3 tried again; 4 answered before",
         "answered 0 lines; 7 answered before",
     ]
     unbroken = tmp_path / "unbroken.jsonl"
     generate_file(lambda: llm, source, unbroken, {}, progress=False)
     assert tokens_of(target) == tokens_of(unbroken)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([BAD], "answered 0 lines; 1 failed: the same command tries it again"),
+        ([GOOD], "answered 1 line"),
+        ([GOOD, BAD], "answered 1 line; 1 failed: the same command tries it again"),
+    ],
+)
+def test_the_summary_counts_failed_lines_apart_from_answered_ones(llm, tmp_path, lines, said):
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    assert str(generate_file(lambda: llm, source, tmp_path / "out.jsonl", {}, progress=False)) == said
+
+
+def test_a_line_whose_error_has_no_text_has_failed_and_is_tried_again(llm, tmp_path):
+    source, target = write_lines(tmp_path / "in.jsonl", [GOOD]), tmp_path / "out.jsonl"
+    write_lines(target, [{"index": 0, "error": ""}])
+    summary = generate_file(lambda: llm, source, target, {}, progress=False)
+    assert (summary.retried, summary.failed) == (1, 0)
+    assert "error" not in read_lines(target)[0]
 
 
 def tokens_of(output: Path) -> list[list[int]]:
@@ -154,8 +175,7 @@ def test_what_was_tried_again_before_an_interrupt_or_a_crash_is_kept(llm, tmp_pa
     assert (summary.retried, summary.resumed, summary.failed) == (2, 2, 0)
 
 
-def test_a_kill_while_lines_are_tried_again_loses_only_the_newest_answers(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "REPLACED_AT_ONCE", 2)
+def test_a_kill_while_lines_are_tried_again_loses_only_the_newest_answers(tmp_path):
     target = write_lines(tmp_path / "out.jsonl", [{"index": i, "error": "bad"} for i in range(5)])
 
     def answers() -> Iterator[OutputLine]:
@@ -163,8 +183,33 @@ def test_a_kill_while_lines_are_tried_again_loses_only_the_newest_answers(tmp_pa
             assert sum("error" not in line for line in read_lines(target)) == number // 2 * 2
             yield OutputLine(index=index)
 
-    replace_answers(target, answers())
+    replace_answers(target, answers(), 2)
     assert read_lines(target) == [{"index": index} for index in range(5)]
+
+
+def test_other_files_beside_the_output_stay_as_they_are_while_lines_are_tried_again(tmp_path):
+    target = write_lines(tmp_path / "out.jsonl", [{"index": 0, "error": "bad"}])
+    others = {tmp_path / f"{start}out.jsonl{end}" for start in ("", ".") for end in (".new", ".tmp", ".")}
+    for other in others:
+        other.write_text("the user's")
+    replace_answers(target, iter([OutputLine(index=0)]), 1)
+    assert read_lines(target) == [{"index": 0}]
+    assert {other for other in tmp_path.iterdir() if other.read_text() == "the user's"} == others
+    assert {*tmp_path.iterdir()} == {*others, target}
+
+
+@pytest.mark.parametrize(("failed", "written"), [(99, 1), (250, 3), (5_000, 50), (20_001, 50)])
+def test_however_many_lines_are_tried_again_the_output_is_written_at_most_fifty_times(
+    tmp_path, monkeypatch, failed, written
+):
+    source = write_lines(tmp_path / "in.jsonl", [GOOD] * failed)
+    target = write_lines(tmp_path / "out.jsonl", [{"index": i, "error": "bad"} for i in range(failed)])
+    replaced = []
+    monkeypatch.setattr(generate, "replace_lines", lambda _, found: replaced.append(set(found)))
+    monkeypatch.setattr(generate, "answers", lambda _, __, indices, *___: (OutputLine(index=i) for i in indices))
+    generate_file(lambda: None, source, target, {}, progress=False)
+    assert len(replaced) == written
+    assert set().union(*replaced) == set(range(failed))
 
 
 def test_an_output_that_is_a_link_stays_one_with_its_permissions_and_a_full_disk_harms_nothing(tmp_path, monkeypatch):
@@ -180,9 +225,9 @@ def test_an_output_that_is_a_link_stays_one_with_its_permissions_and_a_full_disk
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
-            replace_answers(link, iter([OutputLine(index=0)]))
+            replace_answers(link, iter([OutputLine(index=0)]), 1)
     assert target.read_bytes() == before and list(target.parent.iterdir()) == [target]
-    replace_answers(link, iter([OutputLine(index=0)]))
+    replace_answers(link, iter([OutputLine(index=0)]), 1)
     assert link.is_symlink() and read_lines(target) == [{"index": 0}]
     assert target.stat().st_mode & 0o777 == 0o640
 

@@ -103,10 +103,12 @@ def test_a_measured_server_has_its_latencies_and_throughput_over_time(tmp_path: 
     assert "<dt>ttft, median and p99</dt><dd>500.0 and 500.0 ms</dd>" in text
 
 
-def test_a_generation_writes_its_throughput(tmp_path: Path):
+def test_a_generation_writes_its_throughput_and_counts_failed_lines_apart_from_answers(tmp_path: Path):
     path = tmp_path / "generation.html"
-    write_generation_report(path, Summary(0, 0, 2, 0, [(1.0, 10.0), (2.0, 30.0)]))
-    assert "<dt>output tokens/s</dt><dd>20.0</dd>" in path.read_text(encoding="utf-8")
+    write_generation_report(path, Summary(0, 0, 3, 1, [(1.0, 10.0), (2.0, 30.0), (2.0, 0.0)]))
+    text = path.read_text(encoding="utf-8")
+    assert "<dt>output tokens/s</dt><dd>20.0</dd>" in text
+    assert "<dt>answers</dt><dd>2; 1 failed</dd>" in text
 
 
 def test_a_distribution_names_its_percentiles_and_counts_have_whole_numbers():

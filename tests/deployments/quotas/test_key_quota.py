@@ -113,9 +113,12 @@ async def test_an_ingress_without_the_store_says_that_only_its_part_is_used_up(m
         raise StoreUnavailable("gone")
 
     monkeypatch.setattr(store, "get", fails)
-    expected = "has only 50 left of its tpm_limit/1m of 200, and this request would take 60 (this ingress's part of it,"
-    with pytest.raises(QuotaExceeded, match=re.escape(expected)):
+    part = "of this ingress's part of its tpm_limit/1m of 200 (the store does not answer)"
+    with pytest.raises(QuotaExceeded, match=re.escape(f"has only 50 left {part}, and this request would take 60; ")):
         await key.take({"tokens": 60.0})
+    await key.take({"tokens": 50.0})
+    with pytest.raises(QuotaExceeded, match=re.escape(f"has used up {part.removeprefix('of ')}; ")):
+        await key.take({"tokens": 1.0})
 
 
 def test_the_page_shows_the_message_as_it_is():

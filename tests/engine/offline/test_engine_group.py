@@ -1,4 +1,4 @@
-"""Engines that share experts, as the process of the first one starts them."""
+"""Engines that share experts, as their processes start them."""
 
 from __future__ import annotations
 
@@ -33,3 +33,18 @@ def test_a_start_that_fails_in_another_engine_ends_the_tape_of_the_first(monkeyp
     with pytest.raises(StartupError, match="no memory"):
         engine_group.start_engines(EngineConfig(model="m"), SimpleNamespace(key=None, exchange=exchange))
     assert core.journal.is_closed
+
+
+def test_a_start_that_fails_elsewhere_ends_the_tape_of_an_engine_in_a_child(monkeypatch):
+    server = SimpleNamespace(journal=Ended(), address="tcp://127.0.0.1:1")
+    monkeypatch.setattr(engine_group, "DataParallelGroup", lambda *_: SimpleNamespace(rank=0, engine=1))
+    monkeypatch.setattr(engine_group, "EngineServer", lambda *_, **__: server)
+
+    def exchange(mine: str) -> list[str]:
+        if mine == server.address:
+            raise StartupError("rank 0: no memory")
+        return ["tcp://127.0.0.1:2"]
+
+    with pytest.raises(StartupError, match="no memory"):
+        engine_group.start_rank(EngineConfig(model="m"), SimpleNamespace(host="127.0.0.1", exchange=exchange))
+    assert server.journal.is_closed

@@ -65,17 +65,21 @@ class Listing(ReplicaPart):
 
 async def test_tapes_of_a_servers_own_deployments_come_first_and_those_of_others_are_told_apart(tmp_path):
     kept, names = KeptTapes(tmp_path, 8), dict[str, str]()
-    engines = ("decode-m-dead", "decode-other-b1", "prefill-m-c1.dp1", "pocket", "decode-m-dead")
+    engines = ("decode-m-dead", "decode-other-b1", "prefill-m-c1.dp1", "pocket", "decode-m-dead", "decode-org/m-x")
     for number, engine in enumerate(engines):
         head = EngineTape(engine_id=engine, version="v", wall_s=0.0, role="", segments=[], cause="ended")
         file = kept.keep(head)
         os.utime(file, (number, number))
         names[file.name] = f"{engine} {number}"
     async with fake_api() as api:
-        api.pool.parts += [Listing(tmp_path, "decode-m-a1"), Listing(tmp_path, "prefill-m-c2.dp0", "prefill-m-c2.dp1")]
+        api.pool.parts += [
+            Listing(tmp_path, "decode-m-a1"),
+            Listing(tmp_path, "decode-org/m-a1"),
+            Listing(tmp_path, "prefill-m-c2.dp0", "prefill-m-c2.dp1"),
+        ]
         listed = (await api.client.get("/debug/tapes")).json()["tapes"]
     own = [names[tape["name"]] for tape in listed if tape["own"]]
-    assert own == ["decode-m-dead 4", "prefill-m-c1.dp1 2", "decode-m-dead 0"]
+    assert own == ["decode-org/m-x 5", "decode-m-dead 4", "prefill-m-c1.dp1 2", "decode-m-dead 0"]
     assert [names[tape["name"]] for tape in listed] == [*own, "pocket 3", "decode-other-b1 1"]
 
 
