@@ -72,6 +72,7 @@ def root() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_by_itself_leaves_no_tape_however_it_ends_and_a_killed_one_does(folder, root):
     command = [sys.executable, "-c", SCRIPT, str(folder), str(root), json.dumps(ENDS)]
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
