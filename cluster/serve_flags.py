@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -180,7 +181,7 @@ def model_args(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
     given: values by path (`decode.num_cpus`), of keys in the model's section or in the sections above all models.
     """
-    section: dict[str, Any] = {"name": Path(model).name.partition("@")[0], "model": model}
+    section: dict[str, Any] = {"name": os.path.basename(os.path.abspath(model)).partition("@")[0], "model": model}
     args: dict[str, Any] = {"models": [section]}
     for path, value in given.items():
         *parents, key = path.split(".")

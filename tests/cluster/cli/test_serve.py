@@ -237,6 +237,11 @@ def test_model_s_names_template_and_defaults_are_given_as_in_vllm(tmp_path, monk
     assert args("org/name@v2")["models"][0]["name"] == "name"
 
 
+def test_a_model_in_the_current_folder_has_the_name_of_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert args(".")["models"][0]["name"] == tmp_path.name
+
+
 def test_keys_are_given_as_in_vllm_and_only_their_hashes_are_kept(monkeypatch):
     for flags in (["pocket", "--api-key", "sk-1", "sk-2"], ["--api-key=sk-1", "--api-key=sk-2", "pocket"]):
         text = yaml.safe_dump(found := args(*flags))
