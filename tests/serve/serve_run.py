@@ -155,9 +155,9 @@ class ServeRun(Program):
     def process_of(self, engine: str, rank: int | None = None) -> psutil.Process:
         """The process of a rank of an engine, or of its control actor."""
         if rank is None:
-            pattern, lines = rf"pid=(\d+)\).* {engine} .*replica ready", self.log
+            pattern, lines = rf"pid=(\d+)\).*\b{engine}\b.*replica ready", self.log
         else:
-            pattern, lines = rf"{engine}/rank{rank} .*rank starts pid=(\d+)", self.worker_lines()
+            pattern, lines = rf"{engine}/rank{rank}\b.*rank starts pid=(\d+)", self.worker_lines()
         return psutil.Process(next(int(found[1]) for line in lines if (found := re.search(pattern, line))))
 
     def __exit__(self, *error: object) -> None:
