@@ -123,8 +123,9 @@ class ChaosCluster(Program):
         return Scrape(answer.text)
 
     def replays(self) -> int:
-        """So far, by the logs of all ingresses: with an ingress goes what it has counted."""
-        return sum("request replayed" in line for line in self.cluster.log_lines())
+        """Of streams so far, by the logs of all ingresses: with an ingress goes what it has counted. A short request
+        that moves before its first token counts as replayed too, since nothing of it can be taken along."""
+        return sum("request replayed request_id=cmpl-stream-" in line for line in self.cluster.log_lines())
 
     def handoffs(self) -> list[dict[str, Any]]:
         """Those under way."""
