@@ -123,9 +123,10 @@ class ChaosCluster(Program):
         return Scrape(answer.text)
 
     def replays(self) -> int:
-        """Of streams so far, by the logs of all ingresses: with an ingress goes what it has counted. A short request
-        that moves before its first token counts as replayed too, since nothing of it can be taken along."""
-        return sum("request replayed request_id=cmpl-stream-" in line for line in self.cluster.log_lines())
+        """So far, by the logs of all ingresses: with an ingress goes what it has counted. Without requests that move
+        before their first token, of which nothing can be taken along."""
+        lines = [line for line in self.cluster.log_lines() if "request replayed" in line]
+        return sum("received_tokens=0 reason=moved" not in line for line in lines)
 
     def handoffs(self) -> list[dict[str, Any]]:
         """Those under way."""

@@ -50,5 +50,5 @@ def test_memory_that_a_step_on_a_cpu_has_freed_serves_the_next_one():
     open_device("cpu")
     for _ in range(3):  # until the heap has grown
         step()
-    # a test before this one may have left holes in the heap, into which some steps fit worse than others
-    assert statistics.median(step() for _ in range(11)) < 2_500, "a quarter of a step's"
+    # the median, since once in a whole run two of ten steps had to find the pages of a tensor
+    assert statistics.median(step() for _ in range(11)) < 250, "a fortieth of a step's"
