@@ -21,6 +21,8 @@ ERRORS = {
 HEADERS = {503: " hdr Retry-After 1", 408: " hdr X-Should-Retry false", 504: " hdr X-Should-Retry false"}
 NO_ROUTE = ("not_found_error", "route_not_found", "this route does not exist")
 HEADER_S = 10  # that a client has to send the header of a request
+FRONTEND = re.compile(r"(?ms)^frontend http_frontend\n\s*bind (\S*):(\d+)$.*?(?=^backend )")
+"""The section of clients: its host and port."""
 BACKEND = re.compile(r"(?m)^backend (\S+)\n((?:[ \t].*\n|\n)*)")
 SERVER = re.compile(r"(?m)^ *server .*\n")
 
@@ -51,9 +53,7 @@ def closed_to_others(config: str) -> str:
 
     In Ray's own configuration, every machine can see the replicas' addresses, and every local user can stop servers.
     """
-    api = re.search(r"(?m)^frontend http_frontend\n\s*bind (.*):\d+$", config)
-    assert api is not None, "Ray's configuration has no frontend"
-    for section, host in (("listen stats", "127.0.0.1"), ("frontend prometheus", api[1])):
+    for section, host in (("listen stats", "127.0.0.1"), ("frontend prometheus", _frontend(config)[1])):
         config = _changed(config, rf"(?m)^({section}\n\s*bind )\S*:(\d+)$", rf"\g<1>{host}:\2")
     return re.sub(r"(?m)^(\s*stats socket \S+ mode )666 ", r"\g<1>600 ", config)
 
@@ -101,8 +101,7 @@ def with_successor(config: str) -> str:
     ingresses of its own time, which are about to end. If it stops because its manager has died, nothing has its address
     at first: the request is then tried again with these ingresses, and so are all later ones.
     """
-    frontend = re.search(r"(?ms)^frontend http_frontend\n\s*bind (\S*):(\d+)$.*?(?=^backend )", config)
-    assert frontend is not None, "Ray's configuration has no frontend"
+    frontend = _frontend(config)
     applications = re.findall(r"(?m)^ *use_backend (\S+) if ", frontend[0])
     host = "127.0.0.1" if frontend[1] == "0.0.0.0" else frontend[1]
     server = f"    server successor {host}:{frontend[2]}"
@@ -139,6 +138,12 @@ def without_fallback(config: str, ingresses: dict[str, str]) -> tuple[str, dict[
         return f"backend {name}\n{section}"
 
     return BACKEND.sub(backend, config), named
+
+
+def _frontend(config: str) -> re.Match[str]:
+    found = FRONTEND.search(config)
+    assert found is not None, "Ray's configuration has no frontend"
+    return found
 
 
 def _changed(config: str, pattern: str, to: str) -> str:
