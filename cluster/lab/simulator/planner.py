@@ -116,26 +116,37 @@ class _Search:
     def shared(self, limit: int, climb: bool) -> Candidate | None:
         """Return the fewest replicas of one pool, up to `limit`. climb: whether to begin with one; else with `limit`,
         where the search ends if another size of a replica does with fewer GPUs."""
-        self._near_misses = 0
-        best, found = None, (self._climbed([(1, 0)], limit) if climb else None) or self._below(_one_pool, limit)
-        while found is not None:
-            best = self._fewest(_one_pool, found.decode)
-            found = self._below(_one_pool, best.decode - 1)
-        return best
+        return self._searched(
+            (1, 0) if climb else None,
+            limit,
+            lambda most: self._below(_one_pool, most),
+            lambda found: self._fewest(_one_pool, found.decode),
+        )
 
     def split(self, limit: int, climb: bool) -> Candidate | None:
         """Return the fewest replicas of two pools, up to `limit` together."""
+        return self._searched((1, 1) if climb else None, limit, self._within, self._shrunk)
+
+    def _searched(
+        self,
+        start: Sizes | None,
+        limit: int,
+        within: Callable[[int], Candidate | None],
+        shrunk: Callable[[Candidate], Candidate],
+    ) -> Candidate | None:
+        """Return the fewest replicas up to `limit` that suffice. start: where to begin to climb. within: returns a
+        cluster of up to a number of replicas that suffices. shrunk: makes one as small as possible."""
         self._near_misses = 0
-        best, found = None, (self._climbed([(1, 1)], limit) if climb else None) or self._within(limit)
+        best, found = None, (self._climbed(start, limit) if start else None) or within(limit)
         while found is not None:
-            best = self._shrunk(found)
-            found = self._within(best.replicas - 1)
+            best = shrunk(found)
+            found = within(best.replicas - 1)
         return best
 
-    def _climbed(self, sizes: list[Sizes], limit: int) -> Candidate | None:
+    def _climbed(self, start: Sizes, limit: int) -> Candidate | None:
         """Double the pool that improves the result more until the cluster suffices, or nearly does and is no better
         than half of it."""
-        before = -1.0
+        before, sizes = -1.0, [start]
         while found := [self._try(each) for each in sizes if sum(each) <= limit]:
             best = max(found, key=lambda c: (c.report.good, c.report.good_ttft + c.report.good_tpot, -c.gpus))
             if self._suffices(best):
