@@ -112,20 +112,19 @@ class ServePool:
 
     async def tell(self, command: Command, peers: bool = False) -> None:
         for handle in self._all if peers else [self._handle]:
-            until = time.monotonic() + TELL_S
-            while missing := await self._missing(handle, command):
-                if time.monotonic() >= until:
-                    raise EngineUnavailable(f"{missing} replicas did not answer; send the request again")
-                await asyncio.sleep(TELL_PAUSE_S)
+            await self._tell(handle, command)
 
-    async def _missing(self, handle: DeploymentHandle, command: Command) -> str:
-        """Tell all replicas a command. Returns how many did not take it, such as one that has just died and is still
-        listed; an empty string if all did."""
-        answers = await ray_compat.broadcast(handle, "tell", STATUS_TIMEOUT_S, command)
-        failed = sum(isinstance(answer, BaseException) for answer in answers)
-        if answers or await self.asleep():
-            return str(failed) if failed else ""
-        return "all"
+    async def _tell(self, handle: DeploymentHandle, command: Command) -> None:
+        """Repeat a command until all replicas have it, for one that has just died is still listed for a moment."""
+        until = time.monotonic() + TELL_S
+        while True:
+            answers = await ray_compat.broadcast(handle, "tell", STATUS_TIMEOUT_S, command)
+            missing = sum(isinstance(answer, BaseException) for answer in answers)
+            if not missing and (answers or await self.asleep()):
+                return
+            if time.monotonic() >= until:
+                raise EngineUnavailable(f"{missing or 'all'} replicas did not answer; send the request again")
+            await asyncio.sleep(TELL_PAUSE_S)
 
     async def ask(self, question: Question | ReplicaQuestion, kind: type[A], timeout_s: float) -> list[A]:
         asked = (_ask(handle, question, kind, timeout_s) for handle in self._all)
