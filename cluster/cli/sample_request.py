@@ -7,7 +7,8 @@ import shlex
 from typing import Any
 from urllib.parse import urlsplit
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+from deployments.http.origin import LOCAL_HOSTS
+
 QUESTION = "What is an ocean?"
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by a model's task: path, and the body without the model
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
@@ -25,7 +26,7 @@ def curl(address: str, model: str, task: str, *, needs_key: bool) -> str:
     path, rest = REQUESTS[task]
     url = urlsplit(address)
     # on this machine, where the certificate need not name the address, nobody else can answer
-    insecure = " --insecure" if url.scheme == "https" and url.hostname in LOOPBACK else ""
+    insecure = " --insecure" if url.scheme == "https" and url.hostname in LOCAL_HOSTS else ""
     key = ' \\\n  -H "authorization: Bearer $MANTA_API_KEY"' if needs_key else ""
     body = f'{{"model": {json.dumps(model)},\n    {json.dumps(rest)[1:]}'
     start = f"curl{insecure} {shlex.quote(address + path)}{key}"
