@@ -32,7 +32,7 @@ from deployments.routing.config import PolicyName
 from engine.model.config import ModelConfig
 from engine.pocket import PATH
 from tests.serve.replicas.test_replay import processes
-from tests.serve.serve_run import ServeRun, wait_until
+from tests.serve.serve_run import RANK, ServeRun, wait_until
 
 REPLICAS, SLOTS, ADAPTERS, EXPONENT = 2, 16, 200, 1.0
 PROMPT, OUTPUT = 64, 32  # tokens
@@ -91,7 +91,7 @@ def disturbed(server: ServeRun, extra: list[str], counts: dict[str, int]) -> Ite
 
     def kill() -> None:
         while not ended.wait(3):
-            if scrape(server).sum("manta_up") == REPLICAS and (ranks := processes(server, "ray::RankActor")):
+            if scrape(server).sum("manta_up") == REPLICAS and (ranks := processes(server, RANK)):
                 ranks[0].kill()
                 counts["kills"] = counts.get("kills", 0) + 1
                 until = time.monotonic() + START_S

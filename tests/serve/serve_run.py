@@ -44,6 +44,9 @@ class Program(ABC):
     def stop(self) -> None: ...
 
 
+RANK = "ray::RankActor"  # how the titles of ranks' processes begin
+
+
 class ServeRun(Program):
     """Its log lines can be awaited, and a `with` leaves them in serve.log. `stop` leaves no process behind."""
 

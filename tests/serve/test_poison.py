@@ -21,7 +21,7 @@ from tests.adapter_folders import write_adapter
 from tests.scrape import Scrape
 from tests.serve import killers
 from tests.serve.replicas.test_replay import explained, processes, stream
-from tests.serve.serve_run import ServeRun, wait_until
+from tests.serve.serve_run import RANK, ServeRun, wait_until
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -148,7 +148,7 @@ def test_who_is_killed_from_outside_twice_is_not_to_blame(server):
         found = pool.submit(stream, server, {**body, "request_id": "innocent"}, running)
         running.wait(60)
         for replays in (1, 2):
-            for rank in processes(server, "ray::RankActor"):
+            for rank in processes(server, RANK):
                 rank.kill()
             wait_until(lambda: up(server) == REPLICAS, timeout_s=200)
             assert explained(server, "innocent")["replays"] >= min(replays, 1)

@@ -15,7 +15,7 @@ import pytest
 from engine.lora.adapter_files import PIRATE
 from tests.scrape import Scrape
 from tests.serve.replicas.test_replay import processes
-from tests.serve.serve_run import ServeRun
+from tests.serve.serve_run import RANK, ServeRun
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
@@ -67,7 +67,7 @@ def test_adapters_come_and_go_and_a_replica_dies_and_no_text_changes(server, ada
         assert len(set(expected)) == len(asked)  # an adapter that has no effect would give the model's text
         running = Barrier(len(asked) + 1)
         streams = [pool.submit(stream, client, *one, running) for one in asked]
-        victim, *_ = processes(server, "ray::RankActor")
+        victim, *_ = processes(server, RANK)
         running.wait(60)
         victim.kill()
         loads = [pool.submit(load, server, *other) for other in others.items()]  # some are sent to it
