@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from engine.model.checkpoint.folder import read_json, weight_files
@@ -13,13 +14,13 @@ from engine.model.loader import open_weights
 TEXT_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def write_numbers(gguf: Path, to: Path) -> None:
-    """Write the model of a GGUF file into the folder `to`, with the numbers that the file stands for in float32."""
+def write_numbers(gguf: Path, to: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the model of a GGUF file into the folder `to`, with the numbers that the file stands for, as `dtype`."""
     fields = read_json(gguf, "config.json")
     fields.pop("quantization_config", None)
     (to / "config.json").write_text(json.dumps(fields))
     for name in TEXT_FILES:
         (to / name).write_bytes((gguf / name).read_bytes())
     with open_weights(*weight_files(gguf)) as tensors:
-        numbers = {name: tensors.get_tensor(name).float().contiguous() for name in tensors.keys()}  # noqa: SIM118
+        numbers = {name: tensors.get_tensor(name).float().to(dtype).contiguous() for name in tensors.keys()}  # noqa: SIM118
     save_file(numbers, to / "model.safetensors")
