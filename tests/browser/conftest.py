@@ -11,14 +11,14 @@ from tests.browser.staged_cluster import Stage, staged_cluster
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """Debian's Chromium, without a window."""
+    """The system's Chromium, or the one that `make test-browser` installs, without a window."""
     try:
         from playwright.sync_api import sync_playwright
     except ModuleNotFoundError:
         pytest.skip("playwright is not installed; `make test-browser` installs it")
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
-        pytest.skip("no Chromium is installed; on Debian: apt-get install chromium")
+        pytest.skip("no Chromium is installed; `make test-browser` installs one by npm, or: apt-get install chromium")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
