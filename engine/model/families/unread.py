@@ -112,7 +112,8 @@ def check_unread(whole: Fields, fields: Fields, cfg: Model, folder: Path) -> Non
         if key in declared and not _equal(value, declared[key]) and not _is_harmless(key, value, fields, cfg):
             shown = json.dumps(declared[key])
             raise Unsupported(key, value, f"{shown}, as nothing else is computed for {cfg.architecture}")
-    others = sorted(own.keys() - declared.keys() - tables[COMMON].keys() - NOTES)
+    given = {key for key, value in own.items() if value is not None}
+    others = sorted(given - declared.keys() - tables[COMMON].keys() - NOTES)
     if others:
         _warn(str(folder), ", ".join(others[:MAX_NAMED]) + (", …" if len(others) > MAX_NAMED else ""))
 

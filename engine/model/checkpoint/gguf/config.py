@@ -58,11 +58,12 @@ class GGUFFamily:
     """Whether checkpoints store the experts of a layer in one tensor, with alternating rows of gate and up."""
 
 
-GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None}
+BIASED = {"attention_bias": None}  # always
 FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", "llama", rotated_pairs=True),
-    "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2"),
-    "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", {"norm_topk_prob": False}),
+    "qwen2": GGUFFamily("Qwen2ForCausalLM", "qwen2", BIASED),
+    "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", {"norm_topk_prob": False} | BIASED),
     "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", {"norm_topk_prob": True}),
     "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", GEMMA, norm_shift=1.0),
@@ -175,9 +176,9 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
         "max_position_embeddings": keys.size("context_length"),
         "rope_theta": keys.number("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(keys, factors),
-        "partial_rotary_factor": rotated / head_dim,
+        **({"partial_rotary_factor": rotated / head_dim} if rotated != head_dim else {}),
         "original_max_position_embeddings": keys.get("rope.scaling.original_context_length"),
-        "attention_bias": "attn_q.bias" in parts,
+        **({"attention_bias": True} if "attn_q.bias" in parts else {}),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),

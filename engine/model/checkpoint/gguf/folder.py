@@ -23,7 +23,7 @@ from engine.model.checkpoint.gguf.tokenizer import UnsupportedTokenizer
 logger = logging.getLogger(__name__)
 
 INDEX = "gguf_tensors.json"
-VERSION = 1  # version of the folders made here
+VERSION = 2  # version of the folders made here
 PART = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "penalty_repeat"}  # fmt: skip

@@ -120,7 +120,7 @@ def test_layers_with_experts_are_those_that_mlp_layer_types_names(read):
 
 def test_a_field_of_nobodys_class_is_a_warning(read, caplog):
     with caplog.at_level(logging.WARNING):
-        assert read("llama", my_note="x", bos_token_id=7, attention_dropout=0.5) == read("llama")
+        assert read("llama", my_note="x", my_empty_note=None, bos_token_id=7, attention_dropout=0.5) == read("llama")
     assert [record.getMessage().partition("config.json ")[2] for record in caplog.records] == [
         "has fields that are not used: my_note"
     ]

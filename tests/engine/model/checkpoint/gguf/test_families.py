@@ -63,7 +63,7 @@ KINDS = ("llama", "qwen3_moe")  # rows of q and k in another order; experts, whi
     in_turns(IN_GGUF, TYPES) + pairwise(KINDS, slow(TYPES)),
 )
 @torch.inference_mode()
-def test_a_file_gives_the_tokens_that_transformers_gives_for_its_numbers(tmp_path, family, type):
+def test_a_file_gives_the_tokens_that_transformers_gives_for_its_numbers(tmp_path, caplog, family, type):
     file, numbers = make(tmp_path, family, type)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(numbers, dtype=torch.float32).eval()
     expected = oracle(torch.tensor([PROMPT])).logits[0]
@@ -73,6 +73,7 @@ def test_a_file_gives_the_tokens_that_transformers_gives_for_its_numbers(tmp_pat
     settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     greedy = oracle.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     assert load_by_hand(folder).generate([PROMPT], 8, 5) == [greedy[0, len(PROMPT) :].tolist()]
+    assert [record.getMessage() for record in caplog.records if "not used" in record.getMessage()] == []
 
 
 def error(found: Tensor, expected: Tensor) -> float:
