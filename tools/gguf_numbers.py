@@ -19,7 +19,7 @@ def write_numbers(gguf: Path, to: Path, dtype: torch.dtype = torch.float32) -> N
     fields = read_json(gguf, "config.json")
     fields.pop("quantization_config", None)
     (to / "config.json").write_text(json.dumps(fields))
-    for name in TEXT_FILES:
+    for name in (name for name in TEXT_FILES if (gguf / name).exists()):
         (to / name).write_bytes((gguf / name).read_bytes())
     with open_weights(*weight_files(gguf)) as tensors:
         numbers = {name: tensors.get_tensor(name).float().to(dtype).contiguous() for name in tensors.keys()}  # noqa: SIM118
