@@ -29,7 +29,9 @@ WIDE: dict[str, Any] = {
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
-    "glm4": "glm4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss",
+    "glm4": "glm4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "granite": "granite", "smollm3": "smollm3",
+    "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss",
+    "hunyuan_v1_dense": "hunyuan-dense",
 }  # fmt: skip
 KEYS = {
     "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
@@ -41,6 +43,8 @@ KEYS = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length", "norm_topk_prob": "expert_weights_norm",
     "routed_scaling_factor": "expert_weights_scale", "first_k_dense_replace": "leading_dense_block_count",
     "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -53,6 +57,7 @@ def write_gguf(
     """Write the model of a folder with its matrices in a type of ggml, and return a copy of the folder whose weights
     are the numbers that the file holds. others: types of tensors by a part of their names. metadata: more keys."""
     raw = json.loads((folder / "config.json").read_text())
+    raw["head_dim"] = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     tensors = {canonical_name(name): tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     writer = GGUFWriter(file, arch := ARCHITECTURES[raw["model_type"]])
     for key, value in (keys(raw, arch) | {"general.name": "tiny"} | vocabulary(raw["vocab_size"]) | metadata).items():
@@ -89,6 +94,8 @@ def keys(raw: dict[str, Any], arch: str) -> dict[str, Any]:
     found = {f"{arch}.{key}": raw[name] for name, key in KEYS.items() if raw.get(name) is not None}
     found[f"{arch}.attention.value_length"] = raw["head_dim"]
     found[f"{arch}.vocab_size"] = raw["vocab_size"]
+    if raw.get("sliding_window") and arch in ("olmo2", "exaone4"):
+        found[f"{arch}.attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in raw["layer_types"]]
     if arch == "gpt-oss":
         found["gpt-oss.expert_feed_forward_length"] = raw["intermediate_size"]
     rope = raw["rope_parameters"]
@@ -178,7 +185,7 @@ def rearranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
 
 
 def rotated_heads(name: str, raw: dict[str, Any]) -> int:
-    if ARCHITECTURES[raw["model_type"]] != "llama":
+    if ARCHITECTURES[raw["model_type"]] not in ("llama", "granite", "smollm3"):
         return 0
     counts = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
     return next((count for part, count in counts.items() if f".{part}." in name), 0)

@@ -46,6 +46,8 @@ class GGUFFamily:
     model_type: str
     fields: Fields = field(default_factory=dict)
     """Fields of config.json that are the same for all its models."""
+    numbers: dict[str, str] = field(default_factory=dict)
+    """Further fields of config.json -> the file's keys; a field is left out if the file has no such key."""
     renamed: dict[str, str] = field(default_factory=dict)
     """Parts of tensor names in most checkpoints -> the names in this family's."""
     rotated_pairs: bool = False
@@ -59,6 +61,10 @@ class GGUFFamily:
 
 
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None}
+GRANITE = {
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+}  # fmt: skip
 BIASED = {"attention_bias": None}  # always
 FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", "llama", rotated_pairs=True),
@@ -71,13 +77,27 @@ FAMILIES = {
     "phi3": GGUFFamily(
         "Phi3ForCausalLM", "phi3", renamed={"mlp.up_proj.": "mlp.gate_up_proj."}, partial_rotary=True
     ),
-    "glm4": GGUFFamily("Glm4ForCausalLM", "glm4", renamed={"mlp.up_proj.": "mlp.gate_up_proj."}, partial_rotary=True),
+    "granite": GGUFFamily("GraniteForCausalLM", "granite", numbers=GRANITE, rotated_pairs=True),
+    "smollm3": GGUFFamily("SmolLM3ForCausalLM", "smollm3", rotated_pairs=True),
+    "olmo2": GGUFFamily("Olmo2ForCausalLM", "olmo2"),
+    "exaone4": GGUFFamily("Exaone4ForCausalLM", "exaone4"),
+    "ernie4_5": GGUFFamily("Ernie4_5ForCausalLM", "ernie4_5"),
+    "seed_oss": GGUFFamily("SeedOssForCausalLM", "seed_oss", {"attention_bias": True, "attention_out_bias": False}),
+    "hunyuan-dense": GGUFFamily(
+        "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense",
+        renamed={"q_norm.": "query_layernorm.", "k_norm.": "key_layernorm."},
+    ),
+    "glm4": GGUFFamily(
+        "Glm4ForCausalLM", "glm4", partial_rotary=True,
+        renamed={"mlp.up_proj.": "mlp.gate_up_proj.", "post_feedforward_layernorm.": "post_mlp_layernorm."},
+    ),
     "glm4moe": GGUFFamily(
         "Glm4MoeForCausalLM", "glm4_moe", renamed={"shared_expert.": "shared_experts."}, partial_rotary=True
     ),
     "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", renamed={"mlp.gate.": "mlp.router."}, stacked_experts=True),
 }  # fmt: skip
 MIXTRAL = GGUFFamily("MixtralForCausalLM", "mixtral", rotated_pairs=True)
+OLMO3 = GGUFFamily("Olmo3ForCausalLM", "olmo3")
 
 
 def family(metadata: Metadata) -> GGUFFamily:
@@ -85,7 +105,9 @@ def family(metadata: Metadata) -> GGUFFamily:
     name = metadata.get("general.architecture")
     if name not in FAMILIES:
         raise GGUFError(f"general.architecture = {name!r} is not supported: must be one of {', '.join(FAMILIES)}")
-    return MIXTRAL if name == "llama" and metadata.get("llama.expert_count") else FAMILIES[name]
+    if name == "llama" and metadata.get("llama.expert_count"):
+        return MIXTRAL
+    return OLMO3 if name == "olmo2" and metadata.get("olmo2.attention.sliding_window") else FAMILIES[name]
 
 
 class Keys:
@@ -146,7 +168,7 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
     tensors of rotary factors, by name."""
     keys, own = Keys(metadata), family(metadata)
     for name in REFUSED:
-        if keys.get(name):
+        if keys.get(name) and name not in own.numbers.values():
             raise GGUFError(f"{keys.prefix}.{name} = {keys.get(name)!r} is not supported")
     if keys.get("attention.causal") is False:
         raise GGUFError(f"{keys.prefix}.attention.causal = False is not supported: it is an encoder")
@@ -185,6 +207,7 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         **_windows(keys, hidden // heads, head_dim),
         **_experts(keys, tensors, parts),
+        **{name: keys.number(key) for name, key in own.numbers.items() if keys.get(key) is not None},
         **own.fields,
     }  # fmt: skip
 
@@ -232,6 +255,9 @@ def _rope_scaling(keys: Keys, factors: dict[str, list[float]]) -> Fields | None:
 
 def _windows(keys: Keys, per_head: int, head_dim: int) -> Fields:
     fields: Fields = {"sliding_window": keys.size("attention.sliding_window", 0) or None}
+    local = keys.metadata.get(f"{keys.prefix}.attention.sliding_window_pattern")
+    if fields["sliding_window"] and isinstance(local, list):
+        fields["layer_types"] = ["sliding_attention" if here else "full_attention" for here in local]
     if keys.prefix not in ("gemma2", "gemma3"):
         return fields
     largest = (keys.prefix, keys.size("block_count")) in LARGEST_GEMMAS

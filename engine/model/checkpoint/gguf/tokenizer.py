@@ -38,8 +38,8 @@ class UnsupportedTokenizer(Exception):
 class Split:
     """How a byte-level vocabulary splits a text before merging."""
 
-    pattern: str | None
-    """Regular expression for the pieces; None for GPT-2's."""
+    patterns: tuple[str, ...] = ()
+    """Regular expressions for the pieces, each applied to what the one before has left whole; none for GPT-2's."""
     digits: bool = False
     """Whether each digit is a separate piece."""
     ignore_merges: bool = False
@@ -62,18 +62,30 @@ CASED = (
     r"|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 GPT4O = CASED.replace("APOSTROPHE", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", "{1,3}")
+SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 TEKKEN = CASED.replace("APOSTROPHE", "").replace("DIGITS", "")
 # by `tokenizer.ggml.pre`
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), Split(LLAMA3, ignore_merges=True, add_bos=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), Split((LLAMA3,), ignore_merges=True, add_bos=True)
     ),
-    **dict.fromkeys(("chatglm-bpe", "glm4"), Split(LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split(QWEN2)),
-    **dict.fromkeys(("gpt-4o", "llama4"), Split(GPT4O)),
-    "tekken": Split(TEKKEN, ignore_merges=True, add_bos=True),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Split(None, digits=True)),
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo"), Split(None)),
+    **dict.fromkeys(("chatglm-bpe", "glm4", "dbrx", "smaug-bpe"), Split((LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,))),
+    **dict.fromkeys(("gpt-4o", "llama4"), Split((GPT4O,))),
+    "seed-coder": Split((SEED,)),
+    "hunyuan-dense": Split(DEEPSEEK3),
+    "tekken": Split((TEKKEN,), ignore_merges=True, add_bos=True),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Split(digits=True)),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), Split()),
 }
 
 
@@ -149,9 +161,8 @@ def _byte_level(metadata: Metadata) -> tuple[tokenizers.Tokenizer, bool]:
     merges = [(left, right) for left, right in pairs]
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=split.ignore_merges))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
-    if split.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))
+    steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split.patterns))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, split.add_bos

@@ -19,6 +19,7 @@ from tests.gguf_files import ARCHITECTURES, WIDE, write_gguf
 from tests.models import FAMILIES, make_model
 from tests.products import in_turns, pairwise, slow
 from tests.ranks import make_plans, on_all
+from tests.transformers_models import make_transformers_model
 
 IN_BLOCKS = sorted(TYPES.keys() - set(PLAIN))
 IN_GGUF = [
@@ -26,6 +27,10 @@ IN_GGUF = [
     for family, (name, _) in FAMILIES.items()
     if getattr(transformers, f"{name}ForCausalLM").config_class.model_type in ARCHITECTURES
 ]
+COMPUTED_BY_TRANSFORMERS = [
+    "Glm4ForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
+    "Exaone4ForCausalLM", "Ernie4_5ForCausalLM", "SeedOssForCausalLM", "HunYuanDenseV1ForCausalLM",
+]  # fmt: skip
 # two layers and few experts: each is as wide as a block of the file, and unpacked once for each comparison
 SMALL = {"num_hidden_layers": 2}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -41,6 +46,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 3},
     "qwen2_moe": {"mlp_only_layers": [], "num_experts": 3},  # of which llama.cpp has no other
     "qwen3_moe": {"mlp_only_layers": [], "num_experts": 3, "norm_topk_prob": True},
+    "GraniteForCausalLM": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "SmolLM3ForCausalLM": {"num_hidden_layers": 4},  # the last has no positions
+    "Exaone4ForCausalLM": {"layer_types": ["sliding_attention", "full_attention"]},
+    "Olmo3ForCausalLM": {"layer_types": ["full_attention", "sliding_attention"]},
 }
 
 
@@ -51,7 +65,8 @@ def cached(tmp_path, monkeypatch) -> None:
 
 def make(tmp_path: Path, family: str, type: str, **overrides: Any) -> tuple[Path, Path]:
     """A file, and the folder of what it stands for."""
-    source = make_model(tmp_path / "source", family, **{**SMALL, **WIDE, **OTHERS.get(family, {}), **overrides})
+    make_one = make_transformers_model if family in COMPUTED_BY_TRANSFORMERS else make_model
+    source = make_one(tmp_path / "source", family, **{**SMALL, **WIDE, **OTHERS.get(family, {}), **overrides})
     return tmp_path / "model.gguf", write_gguf(source, tmp_path / "model.gguf", type)
 
 
@@ -60,7 +75,7 @@ KINDS = ("llama", "qwen3_moe")  # rows of q and k in another order; experts, whi
 
 @pytest.mark.parametrize(
     ("family", "type"),
-    in_turns(IN_GGUF, TYPES) + pairwise(KINDS, slow(TYPES)),
+    in_turns(IN_GGUF + COMPUTED_BY_TRANSFORMERS, TYPES) + pairwise(KINDS, slow(TYPES)),
 )
 @torch.inference_mode()
 def test_a_file_gives_the_tokens_that_transformers_gives_for_its_numbers(tmp_path, caplog, family, type):

@@ -99,9 +99,16 @@ def test_each_digit_is_a_piece_of_its_own_where_the_model_was_trained_so():
     assert read_tokenizer(metadata).pre_tokenizer.pre_tokenize_str(text) != split.pre_tokenize_str(text)
 
 
+def test_several_patterns_apply_one_after_another():
+    _, metadata = byte_level("hunyuan-dense")
+    text = "in 12345 日本のdog(x)"
+    found = read_tokenizer(metadata).pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in found] == ["in", " ", "123", "45", " ", "日本の", "dog", "(x", ")"]
+
+
 @pytest.mark.parametrize("name", sorted(SPLITS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
 def test_texts_are_split_as_transformers_splits_them(name):
-    assert SPLITS[name].pattern == GGUF_PRE_TOKENIZER_SPLITS[name]
+    assert SPLITS[name].patterns == (GGUF_PRE_TOKENIZER_SPLITS[name],)
 
 
 def test_a_token_in_front_is_added_if_the_file_asks_or_its_kind_of_vocabulary_wants_it():
