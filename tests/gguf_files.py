@@ -31,7 +31,7 @@ ARCHITECTURES = {
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
     "glm4": "glm4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "granite": "granite", "smollm3": "smollm3",
     "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss",
-    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_dense": "hunyuan-dense", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
 }  # fmt: skip
 KEYS = {
     "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
@@ -43,7 +43,8 @@ KEYS = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length", "norm_topk_prob": "expert_weights_norm",
     "routed_scaling_factor": "expert_weights_scale", "first_k_dense_replace": "leading_dense_block_count",
     "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
-    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache",
+    "num_dense_layers": "leading_dense_block_count", "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
@@ -67,7 +68,11 @@ def write_gguf(
     for name, parts in gathered(tensors, raw).items():
         stem, _, suffix = name.rpartition(".")
         own = f"{table.get_name(stem)}.{suffix}"
-        plain = name.endswith("sinks") or parts[0][1].dim() == 1 or any(word in own for word in NOT_IN_BLOCKS)
+        plain = (
+            name.endswith(("sinks", "conv.conv.weight"))
+            or parts[0][1].dim() == 1
+            or any(word in own for word in NOT_IN_BLOCKS)
+        )
         data = np.stack([arranged(n, t, raw).numpy() for n, t in parts])
         data = data if ".experts." in name else data[0]
         kind = "F32" if plain else next((other for part, other in others.items() if part in own), type)
@@ -96,6 +101,9 @@ def keys(raw: dict[str, Any], arch: str) -> dict[str, Any]:
     found[f"{arch}.vocab_size"] = raw["vocab_size"]
     if raw.get("sliding_window") and arch in ("olmo2", "exaone4"):
         found[f"{arch}.attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in raw["layer_types"]]
+    if arch.startswith("lfm2"):
+        heads = raw["num_key_value_heads"]
+        found[f"{arch}.attention.head_count_kv"] = [heads if kind != "conv" else 0 for kind in raw["layer_types"]]
     if arch == "gpt-oss":
         found["gpt-oss.expert_feed_forward_length"] = raw["intermediate_size"]
     rope = raw["rope_parameters"]
@@ -141,8 +149,10 @@ def gathered(tensors: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, list[
     for name, tensor in tensors.items():
         name_of_all = name.replace("e_score_correction_bias", "e_score_correction.bias")
         name_of_all = f"{name_of_all}.weight" if name.endswith("sinks") else name_of_all
+        name_of_all = f"{name_of_all}.bias" if name.endswith("expert_bias") else name_of_all
         if match := EXPERT.fullmatch(name):
-            found.setdefault(f"{match[1]}.{match[3]}", []).append((name, tensor))
+            path = match[1].removeprefix("model.") if raw["model_type"] == "lfm2_moe" else match[1]
+            found.setdefault(f"{path}.{match[3]}", []).append((name, tensor))
         elif raw["model_type"] == "gpt_oss" and ".experts." in name:
             path, _, projection = name.rpartition(".")
             kind = "bias" if projection.endswith("_bias") else "weight"
@@ -175,12 +185,16 @@ def arranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
     """A tensor of a checkpoint as llama.cpp stores it."""
     if heads := rotated_heads(name, raw):
         return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    if name.endswith("conv.conv.weight"):
+        return tensor.squeeze(1)
     return tensor + 1 if raw["model_type"].startswith("gemma") and name.endswith("norm.weight") else tensor
 
 
 def rearranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
     if heads := rotated_heads(name, raw):
         return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    if name.endswith("conv.conv.weight"):
+        return tensor.unsqueeze(1)
     return tensor - 1 if raw["model_type"].startswith("gemma") and name.endswith("norm.weight") else tensor
 
 

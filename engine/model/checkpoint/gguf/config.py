@@ -65,6 +65,15 @@ GRANITE = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
 }  # fmt: skip
+LFM2_FIELDS = {"block_auto_adjust_ff_dim": False, "rms_norm_eps": None}
+LFM2_NUMBERS = {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"}
+LFM2_NAMES = {
+    "mlp.gate.e_score_correction.": "feed_forward.expert_bias.", "mlp.experts.gate_proj.": "feed_forward.experts.w1.",
+    "mlp.experts.up_proj.": "feed_forward.experts.w3.", "mlp.experts.down_proj.": "feed_forward.experts.w2.",
+    "mlp.gate_proj.": "feed_forward.w1.", "mlp.up_proj.": "feed_forward.w3.", "mlp.down_proj.": "feed_forward.w2.",
+    "mlp.gate.": "feed_forward.gate.", "input_layernorm.": "operator_norm.", "post_attention_layernorm.": "ffn_norm.",
+    "self_attn.o_proj.": "self_attn.out_proj.", "q_norm.": "q_layernorm.", "k_norm.": "k_layernorm.",
+}  # fmt: skip
 BIASED = {"attention_bias": None}  # always
 FAMILIES = {
     "llama": GGUFFamily("LlamaForCausalLM", "llama", rotated_pairs=True),
@@ -87,6 +96,8 @@ FAMILIES = {
         "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense",
         renamed={"q_norm.": "query_layernorm.", "k_norm.": "key_layernorm."},
     ),
+    "lfm2": GGUFFamily("Lfm2ForCausalLM", "lfm2", LFM2_FIELDS, LFM2_NUMBERS, LFM2_NAMES),
+    "lfm2moe": GGUFFamily("Lfm2MoeForCausalLM", "lfm2_moe", LFM2_FIELDS, LFM2_NUMBERS, LFM2_NAMES),
     "glm4": GGUFFamily(
         "Glm4ForCausalLM", "glm4", partial_rotary=True,
         renamed={"mlp.up_proj.": "mlp.gate_up_proj.", "post_feedforward_layernorm.": "post_mlp_layernorm."},
@@ -118,11 +129,12 @@ class Keys:
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self.metadata.get(f"{self.prefix}.{name}", default)
-        if isinstance(value, list):  # one for each layer
-            if len(set(value)) != 1:
+        if isinstance(value, list):  # one for each layer, 0 if the layer has no such part
+            values = set(value) - {0} if len(value) > 1 else set(value)
+            if len(values) != 1:
                 shown = str(value[:50])[:100]
                 raise GGUFError(f"{self.prefix}.{name} = {shown} is not supported: must be the same for all layers")
-            return value[0]
+            return values.pop()
         return value
 
     def __getitem__(self, name: str) -> Any:
@@ -206,6 +218,7 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         **_windows(keys, hidden // heads, head_dim),
+        **_convolutions(keys),
         **_experts(keys, tensors, parts),
         **{name: keys.number(key) for name, key in own.numbers.items() if keys.get(key) is not None},
         **own.fields,
@@ -268,12 +281,22 @@ def _windows(keys: Keys, per_head: int, head_dim: int) -> Fields:
     return fields | {"rope_local_base_freq": keys.get("rope.freq_base_swa", 10_000.0)}
 
 
+def _convolutions(keys: Keys) -> Fields:
+    """Return which layers have attention, and which a short convolution instead, as those without KV heads."""
+    counts = keys.metadata.get(f"{keys.prefix}.attention.head_count_kv")
+    if keys.prefix not in ("lfm2", "lfm2moe") or not isinstance(counts, list):
+        return {}
+    return {"layer_types": ["full_attention" if count else "conv" for count in counts]}
+
+
 def _experts(keys: Keys, tensors: dict[str, Entry], parts: set[str]) -> Fields:
     count = keys.size("expert_count", 0)
     if not count:
         return {}
     layers, used = range(keys.size("block_count")), keys.size("expert_used_count")
     size = keys.size("expert_feed_forward_length", 0) or keys.size("feed_forward_length")
+    if keys.prefix in ("glm4moe", "lfm2moe") and keys.get("expert_gating_func", SIGMOID) != SIGMOID:
+        raise GGUFError(f"{keys.prefix}.expert_gating_func = {keys['expert_gating_func']} is not supported")
     fields = {
         "num_experts_per_tok": used,
         "moe_intermediate_size": size,
@@ -287,9 +310,13 @@ def _experts(keys: Keys, tensors: dict[str, Entry], parts: set[str]) -> Fields:
         case "qwen2moe":
             shared = keys.size("expert_shared_feed_forward_length", 0)
             return {**fields, "num_experts": count, "shared_expert_intermediate_size": shared}
+        case "lfm2moe":
+            dense = keys.size("leading_dense_block_count", 0)
+            return {
+                "num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": size,
+                "num_dense_layers": dense,
+            }  # fmt: skip
         case "glm4moe":
-            if keys.get("expert_gating_func", SIGMOID) != SIGMOID:
-                raise GGUFError(f"glm4moe.expert_gating_func = {keys['expert_gating_func']} is not supported")
             return {
                 "n_routed_experts": count,
                 "num_experts_per_tok": used,

@@ -18,9 +18,10 @@ LAYER = (
     "self_attn.qkv_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.sinks",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate", "mlp.gate.e_score_correction",
     "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj", "mlp.shared_expert.gate_proj",
-    "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj", "mlp.shared_expert_gate",
+    "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj", "mlp.shared_expert_gate", "conv.conv", "conv.in_proj",
+    "conv.out_proj",
 )  # fmt: skip
-MODEL = ("model.embed_tokens", "model.norm", "lm_head")
+MODEL = ("model.embed_tokens", "model.norm", "model.embedding_norm", "lm_head")
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.(.+)")
@@ -92,8 +93,10 @@ def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict
     """Return a tensor by its name in a checkpoint; one that holds all experts is cut into one entry per expert."""
     if path.endswith("e_score_correction"):
         return {f"{path}_{suffix}": entry}
-    if path.endswith("sinks"):
+    if path.endswith(("sinks", "expert_bias")):
         return {path: entry}
+    if path.endswith("conv.conv"):
+        return {f"{path}.{suffix}": replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))}
     if path.endswith("shared_expert_gate"):
         return {f"{path}.{suffix}": replace(entry, shape=(1, math.prod(entry.shape)))}
     before, _, projection = path.partition(".experts.")

@@ -76,7 +76,8 @@ TEKKEN = CASED.replace("APOSTROPHE", "").replace("DIGITS", "")
 # by `tokenizer.ggml.pre`
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), Split((LLAMA3,), ignore_merges=True, add_bos=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"),
+        Split((LLAMA3,), ignore_merges=True, add_bos=True),
     ),
     **dict.fromkeys(("chatglm-bpe", "glm4", "dbrx", "smaug-bpe"), Split((LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,))),

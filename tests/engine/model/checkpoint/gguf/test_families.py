@@ -16,7 +16,7 @@ from engine.model.checkpoint.resolve import resolve
 from engine.model.ops.cpu.quantized_linear import Integers
 from tests.batches import load_by_hand
 from tests.gguf_files import ARCHITECTURES, WIDE, write_gguf
-from tests.models import FAMILIES, make_model
+from tests.models import FAMILIES, HYBRIDS, make_model
 from tests.products import in_turns, pairwise, slow
 from tests.ranks import make_plans, on_all
 from tests.transformers_models import make_transformers_model
@@ -24,7 +24,7 @@ from tests.transformers_models import make_transformers_model
 IN_BLOCKS = sorted(TYPES.keys() - set(PLAIN))
 IN_GGUF = [
     family
-    for family, (name, _) in FAMILIES.items()
+    for family, (name, _) in (FAMILIES | HYBRIDS).items()
     if getattr(transformers, f"{name}ForCausalLM").config_class.model_type in ARCHITECTURES
 ]
 COMPUTED_BY_TRANSFORMERS = [
@@ -46,6 +46,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 3},
     "qwen2_moe": {"mlp_only_layers": [], "num_experts": 3},  # of which llama.cpp has no other
     "qwen3_moe": {"mlp_only_layers": [], "num_experts": 3, "norm_topk_prob": True},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts": 3},
     "GraniteForCausalLM": {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,
