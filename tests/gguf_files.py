@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "glm4": "glm4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "granite": "granite", "smollm3": "smollm3",
     "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss",
     "hunyuan_v1_dense": "hunyuan-dense", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 KEYS = {
     "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
@@ -44,12 +45,15 @@ KEYS = {
     "routed_scaling_factor": "expert_weights_scale", "first_k_dense_replace": "leading_dense_block_count",
     "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
     "norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache",
-    "num_dense_layers": "leading_dense_block_count", "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "num_dense_layers": "leading_dense_block_count", "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale", "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size", "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
-NOT_IN_BLOCKS = ("norm", "bias", "sinks", "ffn_gate_inp", "exp_probs_b", "rope_")
+NOT_IN_BLOCKS = ("norm", "bias", "sinks", "ffn_gate_inp", "exp_probs_b", "rope_", "conv")
 
 
 def write_gguf(
@@ -67,7 +71,7 @@ def write_gguf(
     held: dict[str, Tensor] = {}
     for name, parts in gathered(tensors, raw).items():
         stem, _, suffix = name.rpartition(".")
-        own = f"{table.get_name(stem)}.{suffix}"
+        own = f"{table.get_name(stem)}.{suffix}".removesuffix(".")
         plain = (
             name.endswith(("sinks", "conv.conv.weight"))
             or parts[0][1].dim() == 1
@@ -101,6 +105,9 @@ def keys(raw: dict[str, Any], arch: str) -> dict[str, Any]:
     found[f"{arch}.vocab_size"] = raw["vocab_size"]
     if raw.get("sliding_window") and arch in ("olmo2", "exaone4"):
         found[f"{arch}.attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in raw["layer_types"]]
+    if arch.startswith("qwen35"):
+        found[f"{arch}.ssm.inner_size"] = raw["linear_value_head_dim"] * raw["linear_num_value_heads"]
+        found[f"{arch}.full_attention_interval"] = 4
     if arch.startswith("lfm2"):
         heads = raw["num_key_value_heads"]
         found[f"{arch}.attention.head_count_kv"] = [heads if kind != "conv" else 0 for kind in raw["layer_types"]]
@@ -150,6 +157,7 @@ def gathered(tensors: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, list[
         name_of_all = name.replace("e_score_correction_bias", "e_score_correction.bias")
         name_of_all = f"{name_of_all}.weight" if name.endswith("sinks") else name_of_all
         name_of_all = f"{name_of_all}.bias" if name.endswith("expert_bias") else name_of_all
+        name_of_all = f"{name_of_all}." if name.endswith("A_log") else name_of_all.replace("dt_bias", "dt_proj.bias")
         if match := EXPERT.fullmatch(name):
             path = match[1].removeprefix("model.") if raw["model_type"] == "lfm2_moe" else match[1]
             found.setdefault(f"{path}.{match[3]}", []).append((name, tensor))
@@ -185,17 +193,42 @@ def arranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
     """A tensor of a checkpoint as llama.cpp stores it."""
     if heads := rotated_heads(name, raw):
         return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-    if name.endswith("conv.conv.weight"):
-        return tensor.squeeze(1)
-    return tensor + 1 if raw["model_type"].startswith("gemma") and name.endswith("norm.weight") else tensor
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
+        tensor = tensor.squeeze(1)
+    if ".linear_attn." in name:
+        tensor = -tensor.exp() if name.endswith("A_log") else tensor
+        return value_heads(name, tensor, raw, tiled=True)
+    return tensor + 1 if shifted(name, raw) else tensor
 
 
 def rearranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
     if heads := rotated_heads(name, raw):
         return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-    if name.endswith("conv.conv.weight"):
+    if ".linear_attn." in name:
+        tensor = value_heads(name, tensor, raw, tiled=False)
+        tensor = (-tensor).log() if name.endswith("A_log") else tensor
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
         return tensor.unsqueeze(1)
-    return tensor - 1 if raw["model_type"].startswith("gemma") and name.endswith("norm.weight") else tensor
+    return tensor - 1 if shifted(name, raw) else tensor
+
+
+def shifted(name: str, raw: dict[str, Any]) -> bool:
+    norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return norm and raw["model_type"].startswith(("gemma", "qwen3_5"))
+
+
+def value_heads(name: str, tensor: Tensor, raw: dict[str, Any], tiled: bool) -> Tensor:
+    """Value heads of linear attention, those of one key head side by side, or tiled: those of all key heads."""
+    keys = raw["linear_num_key_heads"]
+    each = raw["linear_num_value_heads"] // keys
+    if name.endswith("norm.weight"):
+        return tensor
+    if "out_proj" in name:
+        tensor = tensor.T
+    before = 2 * keys * raw["linear_key_head_dim"] if "in_proj_qkv" in name or "conv1d" in name else 0
+    heads = tensor[before:].view(*((keys, each) if tiled else (each, keys)), -1, *tensor.shape[1:])
+    found = torch.cat((tensor[:before], heads.transpose(0, 1).reshape(tensor[before:].shape)))
+    return found.T.contiguous() if "out_proj" in name else found
 
 
 def rotated_heads(name: str, raw: dict[str, Any]) -> int:

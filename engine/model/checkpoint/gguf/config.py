@@ -65,6 +65,15 @@ GRANITE = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
 }  # fmt: skip
+LINEAR = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+    "full_attention_interval": "full_attention_interval",
+}  # fmt: skip
+QWEN35: dict[str, Any] = {
+    "numbers": LINEAR, "renamed": {"self_attn.qkv_proj.": "linear_attn.in_proj_qkv."}, "norm_shift": 1.0,
+    "partial_rotary": True,
+}  # fmt: skip
 LFM2_FIELDS = {"block_auto_adjust_ff_dim": False, "rms_norm_eps": None}
 LFM2_NUMBERS = {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"}
 LFM2_NAMES = {
@@ -96,6 +105,8 @@ FAMILIES = {
         "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense",
         renamed={"q_norm.": "query_layernorm.", "k_norm.": "key_layernorm."},
     ),
+    "qwen35": GGUFFamily("Qwen3_5ForCausalLM", "qwen3_5_text", **QWEN35),
+    "qwen35moe": GGUFFamily("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", **QWEN35),
     "lfm2": GGUFFamily("Lfm2ForCausalLM", "lfm2", LFM2_FIELDS, LFM2_NUMBERS, LFM2_NAMES),
     "lfm2moe": GGUFFamily("Lfm2MoeForCausalLM", "lfm2_moe", LFM2_FIELDS, LFM2_NUMBERS, LFM2_NAMES),
     "glm4": GGUFFamily(
@@ -175,6 +186,26 @@ def head_counts(metadata: Metadata) -> dict[str, int]:
     return {"q_proj": heads, "k_proj": keys.size("attention.head_count_kv", heads)}
 
 
+@dataclass(frozen=True, slots=True)
+class LinearHeads:
+    """The heads of linear attention; none of them where a model has none."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+
+
+def linear_heads(metadata: Metadata) -> LinearHeads:
+    keys = Keys(metadata)
+    key_heads, value_heads = keys.size("ssm.group_count", 1), keys.size("ssm.time_step_rank", 1)
+    if value_heads % key_heads:
+        raise GGUFError(f"{keys.prefix}.ssm.time_step_rank = {value_heads} must be a multiple of {key_heads} key heads")
+    return LinearHeads(
+        key_heads, value_heads, keys.size("ssm.state_size", 1), keys.size("ssm.inner_size", value_heads) // value_heads
+    )
+
+
 def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, list[float]]) -> Fields:
     """Return the fields of config.json. Raises GGUFError. tensors: by their names in the file. factors: the file's
     tensors of rotary factors, by name."""
@@ -221,6 +252,7 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
         **_convolutions(keys),
         **_experts(keys, tensors, parts),
         **{name: keys.number(key) for name, key in own.numbers.items() if keys.get(key) is not None},
+        **({"linear_value_head_dim": linear_heads(metadata).value_size} if own.numbers is LINEAR else {}),
         **own.fields,
     }  # fmt: skip
 
@@ -307,7 +339,7 @@ def _experts(keys: Keys, tensors: dict[str, Entry], parts: set[str]) -> Fields:
             return {"num_local_experts": count, "num_experts_per_tok": used}
         case "gpt-oss":
             return {**fields, "num_local_experts": count, "intermediate_size": size}
-        case "qwen2moe":
+        case "qwen2moe" | "qwen35moe":
             shared = keys.size("expert_shared_feed_forward_length", 0)
             return {**fields, "num_experts": count, "shared_expert_intermediate_size": shared}
         case "lfm2moe":

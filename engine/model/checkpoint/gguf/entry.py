@@ -14,6 +14,30 @@ TYPES = {
 PLAIN = ("F32", "F16", "BF16")
 
 
+class Tiles(msgspec.Struct, frozen=True):
+    """Value heads of linear attention, which llama.cpp stores with those of different key heads side by side, as its
+    products repeat the key heads. In the checkpoint, value heads of one key head are neighbours."""
+
+    key_heads: int
+    per_key_head: int
+    size: int
+    """Rows, columns or blocks of a value head."""
+    before: int = 0
+    """Rows in front of the first head, which are in the checkpoint's order."""
+
+    @property
+    def end(self) -> int:
+        return self.before + self.key_heads * self.per_key_head * self.size
+
+    def order(self) -> list[int]:
+        """Return the position in the file of each row or column of the checkpoint."""
+        heads = (
+            self.before + (place * self.key_heads + key) * self.size
+            for key in range(self.key_heads) for place in range(self.per_key_head)
+        )  # fmt: skip
+        return [*range(self.before), *(first + i for first in heads for i in range(self.size))]
+
+
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor in a GGUF file, stored row by row along its last dimension."""
 
@@ -26,6 +50,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     pairs_of_heads: int = 0
     """Number of heads whose rows alternate between the head's first half and its second, as llama.cpp rotates pairs of
     neighbours; 0 if rows are in the checkpoint's order."""
+    tiled_rows: Tiles | None = None
+    tiled_columns: Tiles | None = None
+    negative_exp: bool = False
+    """Whether llama.cpp stores -exp(x) for each x of the checkpoint."""
     added: float = 0.0
     """Number that llama.cpp has added to each element."""
     alternate: int | None = None

@@ -7,8 +7,17 @@ import re
 
 from msgspec.structs import replace
 
-from engine.model.checkpoint.gguf.config import GGUFError, Keys, Metadata, family, head_counts, num_layers
-from engine.model.checkpoint.gguf.entry import Entry
+from engine.model.checkpoint.gguf.config import (
+    GGUFError,
+    Keys,
+    LinearHeads,
+    Metadata,
+    family,
+    head_counts,
+    linear_heads,
+    num_layers,
+)
+from engine.model.checkpoint.gguf.entry import TYPES, Entry, Tiles
 
 # Modules of Hugging Face's models that the tables of the package `gguf` know. If two have the same name in a file, the
 # first is used, and `Family.renamed` replaces it where a family has the second.
@@ -19,7 +28,9 @@ LAYER = (
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.gate", "mlp.gate.e_score_correction",
     "mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj", "mlp.shared_expert.gate_proj",
     "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj", "mlp.shared_expert_gate", "conv.conv", "conv.in_proj",
-    "conv.out_proj",
+    "conv.out_proj", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_a",
+    "linear_attn.in_proj_b", "linear_attn.conv1d", "linear_attn.norm", "linear_attn.out_proj", "linear_attn.A_log",
+    "linear_attn.dt_proj",
 )  # fmt: skip
 MODEL = ("model.embed_tokens", "model.norm", "model.embedding_norm", "lm_head")
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -31,10 +42,11 @@ def entries(metadata: Metadata, tensors: dict[str, Entry]) -> dict[str, Entry]:
     """Return the file's tensors by their names in a checkpoint. Raises GGUFError for a tensor without such a name."""
     own, last, heads = family(metadata), num_layers(metadata), head_counts(metadata)
     check_layers(metadata, tensors)
+    linear = linear_heads(metadata)
     paths, strange = _paths(metadata), []
     found: dict[str, Entry] = {}
     for name, entry in tensors.items():
-        stem, _, suffix = name.rpartition(".")
+        stem, _, suffix = (name, "", "") if name in paths else name.rpartition(".")
         layer = LAYER_NAME.match(name)
         if name in ROPE_FACTORS or (layer and (int(layer[1]) >= last or layer[2] in ROPE_FACTORS)):
             continue  # layers that predict further tokens, and factors that are in config.json
@@ -43,8 +55,10 @@ def entries(metadata: Metadata, tensors: dict[str, Entry]) -> dict[str, Entry]:
             continue
         for other, theirs in own.renamed.items():
             path = f"{path}.".replace(other, theirs).removesuffix(".")
-        if path.endswith("norm"):
+        if path.endswith("norm") and not path.endswith("linear_attn.norm"):
             entry = replace(entry, added=own.norm_shift)
+        if ".linear_attn." in path:
+            entry = _untiled(path.rpartition(".")[2], entry, linear)
         if own.rotated_pairs:
             entry = replace(entry, pairs_of_heads=heads.get(path.rpartition(".")[2], 0))
         found |= _placed(path, suffix, entry, own.stacked_experts)
@@ -68,7 +82,8 @@ def types(found: dict[str, Entry]) -> dict[str, str]:
     """Return the types of weights that are stored in blocks, by the name of their layer in a checkpoint."""
     named: dict[str, str] = {}
     for name, entry in found.items():
-        if entry.in_blocks and name.endswith(".weight"):
+        cut = entry.tiled_columns is not None and entry.tiled_columns.size % TYPES[entry.type][0]  # blocks of two heads
+        if entry.in_blocks and name.endswith(".weight") and not cut:
             path, _, layer = name.removesuffix(".weight").rpartition(".")
             named |= {f"{path}.{part}": entry.type for part in MERGED.get(layer, (layer,))}
     return named
@@ -89,13 +104,32 @@ def _paths(metadata: Metadata) -> dict[str, str]:
     return found
 
 
+def _untiled(name: str, entry: Entry, heads: LinearHeads) -> Entry:
+    """Return a tensor of linear attention with the tiles of its value heads."""
+    each = heads.value_heads // heads.key_heads
+    if each == 1 or name == "norm":
+        return entry
+    before = 2 * heads.key_heads * heads.key_size if name in ("in_proj_qkv", "conv1d") else 0
+    size = 1 if name in ("in_proj_a", "in_proj_b", "A_log", "dt_proj") else heads.value_size
+    tiles = Tiles(heads.key_heads, each, size, before)
+    if (found := entry.shape[-1 if name == "out_proj" else 0]) != tiles.end:
+        raise GGUFError(
+            f"its tensors linear_attn.{name} must have {tiles.end} numbers by the file's heads, got {found}"
+        )
+    return replace(entry, tiled_columns=tiles) if name == "out_proj" else replace(entry, tiled_rows=tiles)
+
+
 def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict[str, Entry]:
     """Return a tensor by its name in a checkpoint; one that holds all experts is cut into one entry per expert."""
     if path.endswith("e_score_correction"):
         return {f"{path}_{suffix}": entry}
     if path.endswith(("sinks", "expert_bias")):
         return {path: entry}
-    if path.endswith("conv.conv"):
+    if path.endswith("A_log"):
+        return {path: replace(entry, negative_exp=True)}
+    if path.endswith("dt_proj"):
+        return {f"{path.removesuffix('dt_proj')}dt_bias": entry}
+    if path.endswith(("conv.conv", "conv1d")):
         return {f"{path}.{suffix}": replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))}
     if path.endswith("shared_expert_gate"):
         return {f"{path}.{suffix}": replace(entry, shape=(1, math.prod(entry.shape)))}

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from engine.model.checkpoint.gguf.entry import TYPES, Entry
+from engine.model.checkpoint.gguf.entry import TYPES, Entry, Tiles
 from engine.model.quantization.ggml import unpack
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -65,6 +66,12 @@ class GGUFSlice:
         return self._entry.type
 
     @property
+    def tiled_blocks(self) -> Tiles | None:
+        """The tiles of the columns, counted in blocks."""
+        tiles = self._entry.tiled_columns
+        return tiles and replace(tiles, size=tiles.size // TYPES[self._entry.type][0])
+
+    @property
     def blocks(self) -> GGUFBlocks:
         """The tensor as it is stored."""
         return GGUFBlocks(self)
@@ -73,7 +80,10 @@ class GGUFSlice:
         entry = self._entry
         if entry.alternate is None and not entry.transposed:
             index = index if isinstance(index, tuple) else (index,)
-            return self._decode(self.rows(*index[:1]))[(slice(None), *index[1:])]
+            numbers = self._decode(self.rows(*index[:1]))
+            if (tiles := entry.tiled_columns) is not None:
+                numbers = numbers[:, tiles.order()]
+            return numbers[(slice(None), *index[1:])]
         whole = self._decode(self._stored(entry.offset))
         if entry.alternate is not None:
             whole = torch.stack((whole, self._decode(self._stored(entry.alternate))), dim=2).flatten(1, 2)
@@ -82,6 +92,8 @@ class GGUFSlice:
     def rows(self, index: slice = slice(None)) -> Tensor:
         """Read rows in the checkpoint's order: [..., bytes of a row] uint8."""
         rows = self._stored(self._entry.offset)
+        if (tiles := self._entry.tiled_rows) is not None:
+            return rows[tiles.order()[index]]
         if not self._entry.pairs_of_heads:
             return rows[index]
         pairs = torch.arange(len(rows)).view(self._entry.pairs_of_heads, -1, 2)
@@ -100,6 +112,8 @@ class GGUFSlice:
             return unpack(blocks, entry.type).dequantize(torch.float32).unflatten(0, rows.shape[:-1])
         numbers = rows.contiguous().view(PLAIN[entry.type])
         numbers = numbers.flatten() if len(entry.shape) == 1 else numbers
+        if entry.negative_exp:
+            return numbers.neg().log()
         return numbers.float() - entry.added if entry.added else numbers
 
 
@@ -117,4 +131,7 @@ class GGUFBlocks:
         return self._tensor.get_dtype()
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
-        return self._tensor.rows(index[0]).unflatten(-1, (-1, self._bytes))[(slice(None), *index[1:])]
+        blocks = self._tensor.rows(index[0]).unflatten(-1, (-1, self._bytes))
+        if (tiles := self._tensor.tiled_blocks) is not None:
+            blocks = blocks[:, tiles.order()]
+        return blocks[(slice(None), *index[1:])]

@@ -56,6 +56,10 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+APOSTROPHE"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*APOSTROPHE"
@@ -82,6 +86,7 @@ SPLITS: dict[str, Split] = {
     **dict.fromkeys(("chatglm-bpe", "glm4", "dbrx", "smaug-bpe"), Split((LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Split((QWEN2,))),
     **dict.fromkeys(("gpt-4o", "llama4"), Split((GPT4O,))),
+    "qwen35": Split((QWEN35,)),
     "seed-coder": Split((SEED,)),
     "hunyuan-dense": Split(DEEPSEEK3),
     "tekken": Split((TEKKEN,), ignore_merges=True, add_bos=True),

@@ -34,6 +34,10 @@ COMPUTED_BY_TRANSFORMERS = [
 # two layers and few experts: each is as wide as a block of the file, and unpacked once for each comparison
 SMALL = {"num_hidden_layers": 2}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+# a file tells only at which distance layers have full attention
+FOUR_LAYERS = {
+    "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"], "linear_value_head_dim": 64,
+}  # fmt: skip
 # of a file nothing tells a model with a sliding window from Llama, nor one with heads of another scale
 OTHERS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -46,6 +50,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 3},
     "qwen2_moe": {"mlp_only_layers": [], "num_experts": 3},  # of which llama.cpp has no other
     "qwen3_moe": {"mlp_only_layers": [], "num_experts": 3, "norm_topk_prob": True},
+    "qwen3_5": FOUR_LAYERS,
+    "qwen3_5_moe": {**FOUR_LAYERS, "num_experts": 3},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts": 3},
     "GraniteForCausalLM": {
@@ -108,7 +114,9 @@ def test_weights_stay_in_blocks_and_mean_the_same_in_bfloat16(tmp_path, type):
 
 
 @pytest.mark.parametrize("type", ["Q4_1", "Q8_0", "Q6_K"])
-@pytest.mark.parametrize(("family", "spread"), [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True)])
+@pytest.mark.parametrize(
+    ("family", "spread"), [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True), ("qwen3_5", False)]
+)
 def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, family, spread, type):
     """Of 256 numbers that are in one block, too."""
     file, numbers = make(tmp_path, family, type)
@@ -117,6 +125,14 @@ def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, family, spread, type
     expected = load_by_hand(numbers).step({0: PROMPT})
     for found in on_all(ranks, lambda rank: parts[rank].step({0: PROMPT})):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("type", "packed"), [("Q8_0", True), ("Q4_K", False)])
+def test_tiled_value_heads_stay_in_blocks_where_no_block_holds_two_of_them(tmp_path, type, packed):
+    file, numbers = make(tmp_path, "qwen3_5", type)
+    model = load_by_hand(resolve(str(file)), dtype=torch.bfloat16)
+    assert isinstance(model.model.layers[0].recurrent.out_proj.kernel, Integers) is packed
+    assert error(model.step({0: PROMPT}), load_by_hand(numbers).step({0: PROMPT})) < 0.06
 
 
 def test_layers_that_are_merged_but_differ_in_type_are_read_as_numbers(tmp_path):
