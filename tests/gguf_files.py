@@ -267,13 +267,23 @@ def encoded(data: NDArray[Any], type: str) -> tuple[NDArray[Any], Numbers]:
     return stored, gguf.quants.dequantize(stored, kind)
 
 
+# Bytes of the scales and minima of random blocks, with a factor, and the deviation of their numbers for a scale of 1.
+HALVES: dict[GGMLQuantizationType, tuple[dict[int, float], float]] = {
+    GGMLQuantizationType.Q6_K: ({208: 1.0}, 19 * 74),  # numbers of six bits times scales of eight
+    GGMLQuantizationType.Q3_K: ({108: 1.0}, 2.3 * 18.5),
+    GGMLQuantizationType.Q2_K: ({80: 1.0, 82: 1.5}, 13),
+    GGMLQuantizationType.IQ4_NL: ({0: 1.0}, 70),
+    GGMLQuantizationType.IQ4_XS: ({0: 1.0}, 70 * 18.5),
+}
+
+
 def random_blocks(data: NDArray[Any], kind: GGMLQuantizationType) -> NDArray[np.uint8]:
     """Blocks whose numbers are about as large as those of `data`, around 0."""
     numbers, size = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(data.size)
     blocks = rng.integers(0, 256, (*data.shape[:-1], data.shape[-1] // numbers, size), dtype=np.uint8)
-    if kind == GGMLQuantizationType.Q6_K:
-        scales, deviation = {208: 1.0}, 19 * 74  # of six bits times those of a scale
+    if kind in HALVES:
+        scales, deviation = HALVES[kind]
     else:
         values = 16 if kind == GGMLQuantizationType.Q4_K else 32
         scales, deviation = {0: 1.0, 2: values / 2}, 32 * values / 3.5

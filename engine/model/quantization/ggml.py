@@ -15,6 +15,7 @@ from engine.model.quantization.format import QuantAxis, StoredTensor, per_group,
 from engine.model.quantization.weight import QuantizedWeight
 from engine.model.shard import INPUTS, OUTPUTS, Shard
 
+NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 Codes = tuple[Tensor, Tensor, Tensor | None]
 """Decoded blocks: values [rows, blocks, numbers] int8, scale and zero [rows, blocks, groups] float32. A number is
 (value - zero) * scale."""
@@ -111,6 +112,37 @@ def unpack_q6_k(blocks: Tensor) -> Codes:
     return (nibbles(blocks[..., :128], 64) | upper).to(torch.int8) - 32, scale, None
 
 
+def unpack_q3_k(blocks: Tensor) -> Codes:
+    values = bits(blocks[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3)
+    third = bits(blocks[..., :32], 1).flatten(-2) << 2  # set where nothing is subtracted
+    low, high = bits(blocks[..., 96:104], 4).flatten(-2), bits(blocks[..., 104:108], 2).flatten(-2)
+    scale = (low | high << 4).to(torch.int8) - 32
+    return (values | third).to(torch.int8) - 4, scale * halves(blocks, 108), None
+
+
+def unpack_q2_k(blocks: Tensor) -> Codes:
+    values = bits(blocks[..., 16:80].unflatten(-1, (2, 32)), 2).flatten(-3)
+    scale, minimum = blocks[..., :16] & 15, blocks[..., :16] >> 4
+    return with_minimum(values, 2, scale * halves(blocks, 80), minimum * -halves(blocks, 82))
+
+
+def nonlinear(codes: Tensor) -> Tensor:
+    """Return the values of the 16 codes of IQ4_NL and IQ4_XS, which are closer to each other near 0."""
+    table = torch.tensor(NONLINEAR, dtype=torch.int8, device=codes.device)
+    return table[codes.long()]
+
+
+def unpack_iq4_nl(blocks: Tensor) -> Codes:
+    return nonlinear(nibbles(blocks[..., 2:], 16)), halves(blocks, 0), None
+
+
+def unpack_iq4_xs(blocks: Tensor) -> Codes:
+    high = bits(blocks[..., 2:4], 2).mT.flatten(-2)
+    low = nibbles(blocks[..., 4:8], 1)
+    scale = (low | high << 4).to(torch.int8) - 32
+    return nonlinear(nibbles(blocks[..., 8:], 16)), scale * halves(blocks, 0), None
+
+
 def unpack_mxfp4(blocks: Tensor) -> Codes:
     return doubled(nibbles(blocks[..., 1:], 16)), half_scale(blocks[..., :1]), None
 
@@ -124,6 +156,10 @@ TYPES: dict[str, BlockType] = {
     "Q4_K": BlockType(256, 144, 32, 4, unpack_q4_k),
     "Q5_K": BlockType(256, 176, 32, 8, unpack_q5_k),
     "Q6_K": BlockType(256, 210, 16, 8, unpack_q6_k),
+    "Q3_K": BlockType(256, 110, 16, 8, unpack_q3_k),
+    "Q2_K": BlockType(256, 84, 16, 8, unpack_q2_k),
+    "IQ4_NL": BlockType(32, 18, 32, 8, unpack_iq4_nl),
+    "IQ4_XS": BlockType(256, 136, 32, 8, unpack_iq4_xs),
     "MXFP4": BlockType(32, 17, 32, 8, unpack_mxfp4),
 }
 

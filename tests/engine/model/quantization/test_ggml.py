@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine.model.checkpoint.gguf import entry
 from engine.model.quantization.ggml import TYPES, unpack
 
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": (),
+          "Q3_K": (108,), "Q2_K": (80, 82)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TYPES)
