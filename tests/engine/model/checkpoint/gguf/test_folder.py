@@ -43,6 +43,14 @@ def write(source: Path, name: str = "model.gguf", type: str = "F16", **metadata:
     return file
 
 
+def test_what_was_made_of_a_file_that_is_gone_goes_as_the_next_is_made(source, cached):
+    kept, gone = write(source, "kept.gguf"), write(source, "gone.gguf")
+    made = [resolve(str(file)) for file in (kept, gone)]
+    gone.unlink()
+    new = resolve(str(write(source, "new.gguf")))
+    assert set(cached.iterdir()) == {made[0], new}
+
+
 def test_a_file_has_template_special_tokens_ends_and_sampling_from_its_metadata(source):
     metadata = {
         "tokenizer.chat_template": TEMPLATE,
