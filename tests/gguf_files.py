@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "glm4": "glm4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "granite": "granite", "smollm3": "smollm3",
     "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss",
     "hunyuan_v1_dense": "hunyuan-dense", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
+    "gemma": "gemma", "arcee": "arcee", "cohere2": "cohere2", "starcoder2": "starcoder2",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 KEYS = {
@@ -44,7 +45,8 @@ KEYS = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length", "norm_topk_prob": "expert_weights_norm",
     "routed_scaling_factor": "expert_weights_scale", "first_k_dense_replace": "leading_dense_block_count",
     "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
-    "norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache",
+    "layer_norm_eps": "attention.layer_norm_epsilon", "norm_epsilon": "attention.layer_norm_epsilon",
+    "logit_scale": "logit_scale", "norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache",
     "num_dense_layers": "leading_dense_block_count", "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale", "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size", "linear_num_key_heads": "ssm.group_count",
@@ -232,7 +234,7 @@ def value_heads(name: str, tensor: Tensor, raw: dict[str, Any], tiled: bool) -> 
 
 
 def rotated_heads(name: str, raw: dict[str, Any]) -> int:
-    if ARCHITECTURES[raw["model_type"]] not in ("llama", "granite", "smollm3"):
+    if ARCHITECTURES[raw["model_type"]] not in ("llama", "granite", "smollm3", "arcee"):
         return 0
     counts = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
     return next((count for part, count in counts.items() if f".{part}." in name), 0)

@@ -61,6 +61,8 @@ class GGUFFamily:
 
 
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": None}
+RMS_NORM = "attention.layer_norm_rms_epsilon"
+LAYER_NORM = "attention.layer_norm_epsilon"
 GRANITE = {
     "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
@@ -75,7 +77,7 @@ QWEN35: dict[str, Any] = {
     "partial_rotary": True,
 }  # fmt: skip
 LFM2_FIELDS = {"block_auto_adjust_ff_dim": False, "rms_norm_eps": None}
-LFM2_NUMBERS = {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"}
+LFM2_NUMBERS = {"norm_eps": RMS_NORM, "conv_L_cache": "shortconv.l_cache"}
 LFM2_NAMES = {
     "mlp.gate.e_score_correction.": "feed_forward.expert_bias.", "mlp.experts.gate_proj.": "feed_forward.experts.w1.",
     "mlp.experts.up_proj.": "feed_forward.experts.w3.", "mlp.experts.down_proj.": "feed_forward.experts.w2.",
@@ -104,6 +106,15 @@ FAMILIES = {
     "hunyuan-dense": GGUFFamily(
         "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense",
         renamed={"q_norm.": "query_layernorm.", "k_norm.": "key_layernorm."},
+    ),
+    "gemma": GGUFFamily("GemmaForCausalLM", "gemma", {"hidden_act": "gelu_pytorch_tanh"}, norm_shift=1.0),
+    "arcee": GGUFFamily("ArceeForCausalLM", "arcee", {"hidden_act": "relu2"}, rotated_pairs=True),
+    "cohere2": GGUFFamily(
+        "Cohere2ForCausalLM", "cohere2", numbers={"layer_norm_eps": LAYER_NORM, "logit_scale": "logit_scale"}
+    ),
+    "starcoder2": GGUFFamily(
+        "Starcoder2ForCausalLM", "starcoder2", {"hidden_act": "gelu_pytorch_tanh"}, {"norm_epsilon": LAYER_NORM},
+        {"mlp.up_proj.": "mlp.c_fc.", "mlp.down_proj.": "mlp.c_proj."},
     ),
     "qwen35": GGUFFamily("Qwen3_5ForCausalLM", "qwen3_5_text", **QWEN35),
     "qwen35moe": GGUFFamily("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", **QWEN35),
@@ -237,7 +248,7 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
         "num_key_value_heads": head_counts(metadata)["k_proj"],
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        **({} if LAYER_NORM in own.numbers.values() else {"rms_norm_eps": keys.number(RMS_NORM)}),
         "max_position_embeddings": keys.size("context_length"),
         "rope_theta": keys.number("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(keys, factors),

@@ -30,6 +30,7 @@ IN_GGUF = [
 COMPUTED_BY_TRANSFORMERS = [
     "Glm4ForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Exaone4ForCausalLM", "Ernie4_5ForCausalLM", "SeedOssForCausalLM", "HunYuanDenseV1ForCausalLM",
+    "GemmaForCausalLM", "ArceeForCausalLM", "Cohere2ForCausalLM", "Starcoder2ForCausalLM",
 ]  # fmt: skip
 # two layers and few experts: each is as wide as a block of the file, and unpacked once for each comparison
 SMALL = {"num_hidden_layers": 2}
@@ -61,6 +62,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "SmolLM3ForCausalLM": {"num_hidden_layers": 4},  # the last has no positions
+    "Cohere2ForCausalLM": {
+        "num_hidden_layers": 4,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        "logit_scale": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "GemmaForCausalLM": {"tie_word_embeddings": True},
+    "Starcoder2ForCausalLM": {"sliding_window": None},
     "Exaone4ForCausalLM": {"layer_types": ["sliding_attention", "full_attention"]},
     "Olmo3ForCausalLM": {"layer_types": ["full_attention", "sliding_attention"]},
 }
