@@ -32,7 +32,8 @@ ARCHITECTURES = {
     "glm4": "glm4", "glm4_moe": "glm4moe", "gpt_oss": "gpt-oss", "granite": "granite", "smollm3": "smollm3",
     "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss",
     "hunyuan_v1_dense": "hunyuan-dense", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
-    "gemma": "gemma", "arcee": "arcee", "cohere2": "cohere2", "starcoder2": "starcoder2",
+    "granitemoehybrid": "granitehybrid", "gemma": "gemma", "arcee": "arcee", "cohere2": "cohere2",
+    "starcoder2": "starcoder2",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
 KEYS = {
@@ -45,6 +46,8 @@ KEYS = {
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length", "norm_topk_prob": "expert_weights_norm",
     "routed_scaling_factor": "expert_weights_scale", "first_k_dense_replace": "leading_dense_block_count",
     "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
+    "mamba_d_conv": "ssm.conv_kernel", "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank", "shared_intermediate_size": "expert_shared_feed_forward_length",
     "layer_norm_eps": "attention.layer_norm_epsilon", "norm_epsilon": "attention.layer_norm_epsilon",
     "logit_scale": "logit_scale", "norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache",
     "num_dense_layers": "leading_dense_block_count", "attention_multiplier": "attention.scale",
@@ -54,6 +57,10 @@ KEYS = {
     "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
     "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
 }  # fmt: skip
+RENAMED = {
+    "e_score_correction_bias": "e_score_correction.bias", "dt_bias": "dt_proj.bias", "router.layer": "gate",
+}  # fmt: skip
+SUFFIXES = {"sinks": ".weight", "expert_bias": ".bias", "A_log": ".", "mamba.D": "."}  # of parameters without one
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 NOT_IN_BLOCKS = ("norm", "bias", "sinks", "ffn_gate_inp", "exp_probs_b", "rope_", "conv")
 
@@ -110,9 +117,12 @@ def keys(raw: dict[str, Any], arch: str) -> dict[str, Any]:
     if arch.startswith("qwen35"):
         found[f"{arch}.ssm.inner_size"] = raw["linear_value_head_dim"] * raw["linear_num_value_heads"]
         found[f"{arch}.full_attention_interval"] = 4
-    if arch.startswith("lfm2"):
-        heads = raw["num_key_value_heads"]
-        found[f"{arch}.attention.head_count_kv"] = [heads if kind != "conv" else 0 for kind in raw["layer_types"]]
+    if arch == "granitehybrid":
+        found[f"{arch}.ssm.inner_size"] = raw["mamba_d_head"] * raw["mamba_n_heads"]
+        found[f"{arch}.rope.scaling.finetuned"] = raw["position_embedding_type"] == "rope"
+    if arch.startswith("lfm2") or arch == "granitehybrid":
+        counts = [raw["num_key_value_heads"] if kind == "full_attention" else 0 for kind in raw["layer_types"]]
+        found[f"{arch}.attention.head_count_kv"] = counts
     if arch == "gpt-oss":
         found["gpt-oss.expert_feed_forward_length"] = raw["intermediate_size"]
     rope = raw["rope_parameters"]
@@ -156,13 +166,17 @@ def gathered(tensors: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, list[
     """Each tensor of the file, by its name as the tables know it, with those that it is made of."""
     found: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():
-        name_of_all = name.replace("e_score_correction_bias", "e_score_correction.bias")
-        name_of_all = f"{name_of_all}.weight" if name.endswith("sinks") else name_of_all
-        name_of_all = f"{name_of_all}.bias" if name.endswith("expert_bias") else name_of_all
-        name_of_all = f"{name_of_all}." if name.endswith("A_log") else name_of_all.replace("dt_bias", "dt_proj.bias")
         if match := EXPERT.fullmatch(name):
             path = match[1].removeprefix("model.") if raw["model_type"] == "lfm2_moe" else match[1]
             found.setdefault(f"{path}.{match[3]}", []).append((name, tensor))
+        elif name.endswith("put_linear.weight"):
+            layer, experts = name.rpartition(".")[0].rsplit(".", 2)[0], "shared_mlp" not in name
+            shared = "mlp.shared_expert" if raw["num_local_experts"] else "mlp"
+            mlp = f"{layer}.{'mlp.experts' if experts else shared}"
+            parts = ("gate_proj", "up_proj") if "input" in name else ("down_proj",)
+            for own, part in zip(parts, tensor.chunk(len(parts), -2), strict=True):
+                ones = part if experts else [part]
+                found[f"{mlp}.{own}.weight"] = [(f"{name}:{own}:{i}", one) for i, one in enumerate(ones)]
         elif raw["model_type"] == "gpt_oss" and ".experts." in name:
             path, _, projection = name.rpartition(".")
             kind = "bias" if projection.endswith("_bias") else "weight"
@@ -171,8 +185,15 @@ def gathered(tensors: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, list[
             for own, part in halves.items() if "gate_up" in projection else [("down_proj", outputs_first)]:
                 found[f"{path}.{own}.{kind}"] = [(f"{name}:{own}:{i}", one) for i, one in enumerate(part)]
         else:
-            found[name_of_all] = [(name, tensor)]
+            found[known(name)] = [(name, tensor)]
     return found
+
+
+def known(name: str) -> str:
+    """The name by which the tables of `gguf` know a tensor, with a suffix."""
+    for part, other in RENAMED.items():
+        name = name.replace(part, other)
+    return name + next((suffix for end, suffix in SUFFIXES.items() if name.endswith(end)), "")
 
 
 def ungathered(held: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, Tensor]:
@@ -181,8 +202,12 @@ def ungathered(held: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, Tensor
     for name in {name.partition(":")[0] for name in held if ":" in name}:
 
         def part(own: str, name: str = name) -> Tensor:
-            return torch.stack([held[f"{name}:{own}:{i}"] for i in range(raw["num_local_experts"])])
+            return torch.stack([tensor for key, tensor in held.items() if key.startswith(f"{name}:{own}:")])
 
+        if name.endswith("put_linear.weight"):
+            both = torch.cat((part("gate_proj"), part("up_proj")), -2) if "input" in name else part("down_proj")
+            found[name] = both if "shared_mlp" not in name else both[0]
+            continue
         if "gate_up" in name:
             whole = torch.stack((part("gate_proj"), part("up_proj")), 2).flatten(1, 2)
         else:
@@ -197,6 +222,10 @@ def arranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
         return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
     if name.endswith(("conv.conv.weight", "conv1d.weight")):
         tensor = tensor.squeeze(1)
+    if name.endswith(("mamba.A_log", "mamba.D")):
+        return (-tensor.exp() if name.endswith("A_log") else tensor)[:, None]
+    if name.endswith("mamba.norm.weight"):
+        return tensor.view(raw["mamba_n_groups"], -1)
     if ".linear_attn." in name:
         tensor = -tensor.exp() if name.endswith("A_log") else tensor
         return value_heads(name, tensor, raw, tiled=True)
@@ -206,6 +235,8 @@ def arranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
 def rearranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
     if heads := rotated_heads(name, raw):
         return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    if name.endswith(("mamba.A_log", "mamba.D", "mamba.norm.weight")):
+        return (-tensor).log().flatten() if name.endswith("A_log") else tensor.flatten()
     if ".linear_attn." in name:
         tensor = value_heads(name, tensor, raw, tiled=False)
         tensor = (-tensor).log() if name.endswith("A_log") else tensor
@@ -234,7 +265,7 @@ def value_heads(name: str, tensor: Tensor, raw: dict[str, Any], tiled: bool) -> 
 
 
 def rotated_heads(name: str, raw: dict[str, Any]) -> int:
-    if ARCHITECTURES[raw["model_type"]] not in ("llama", "granite", "smollm3", "arcee"):
+    if ARCHITECTURES[raw["model_type"]] not in ("llama", "granite", "smollm3", "arcee", "granitehybrid"):
         return 0
     counts = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
     return next((count for part, count in counts.items() if f".{part}." in name), 0)

@@ -56,7 +56,7 @@ class GGUFFamily:
     """Number that llama.cpp adds to the weights of norms."""
     partial_rotary: bool = False
     """Whether heads may be partly rotated."""
-    stacked_experts: bool = False
+    alternating_experts: bool = False
     """Whether checkpoints store the experts of a layer in one tensor, with alternating rows of gate and up."""
 
 
@@ -75,6 +75,21 @@ LINEAR = {
 QWEN35: dict[str, Any] = {
     "numbers": LINEAR, "renamed": {"self_attn.qkv_proj.": "linear_attn.in_proj_qkv."}, "norm_shift": 1.0,
     "partial_rotary": True,
+}  # fmt: skip
+MAMBA = {
+    "mamba_d_conv": "ssm.conv_kernel", "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+}  # fmt: skip
+GRANITE_HYBRID_NAMES = {
+    "linear_attn.": "mamba.",
+    "mlp.shared_expert.gate_proj.": "shared_mlp.input_linear.first_part.",
+    "mlp.shared_expert.up_proj.": "shared_mlp.input_linear.second_part.",
+    "mlp.shared_expert.down_proj.": "shared_mlp.output_linear.",
+    "mlp.experts.gate_proj.": "block_sparse_moe.input_linear.first_part.",
+    "mlp.experts.up_proj.": "block_sparse_moe.input_linear.second_part.",
+    "mlp.experts.down_proj.": "block_sparse_moe.output_linear.", "mlp.gate.": "block_sparse_moe.router.layer.",
+    "mlp.gate_proj.": "shared_mlp.input_linear.first_part.", "mlp.up_proj.": "shared_mlp.input_linear.second_part.",
+    "mlp.down_proj.": "shared_mlp.output_linear.",
 }  # fmt: skip
 LFM2_FIELDS = {"block_auto_adjust_ff_dim": False, "rms_norm_eps": None}
 LFM2_NUMBERS = {"norm_eps": RMS_NORM, "conv_L_cache": "shortconv.l_cache"}
@@ -118,6 +133,10 @@ FAMILIES = {
     ),
     "qwen35": GGUFFamily("Qwen3_5ForCausalLM", "qwen3_5_text", **QWEN35),
     "qwen35moe": GGUFFamily("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", **QWEN35),
+    "granitehybrid": GGUFFamily(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", numbers=GRANITE | MAMBA, renamed=GRANITE_HYBRID_NAMES,
+        rotated_pairs=True,
+    ),
     "lfm2": GGUFFamily("Lfm2ForCausalLM", "lfm2", LFM2_FIELDS, LFM2_NUMBERS, LFM2_NAMES),
     "lfm2moe": GGUFFamily("Lfm2MoeForCausalLM", "lfm2_moe", LFM2_FIELDS, LFM2_NUMBERS, LFM2_NAMES),
     "glm4": GGUFFamily(
@@ -127,7 +146,9 @@ FAMILIES = {
     "glm4moe": GGUFFamily(
         "Glm4MoeForCausalLM", "glm4_moe", renamed={"shared_expert.": "shared_experts."}, partial_rotary=True
     ),
-    "gpt-oss": GGUFFamily("GptOssForCausalLM", "gpt_oss", renamed={"mlp.gate.": "mlp.router."}, stacked_experts=True),
+    "gpt-oss": GGUFFamily(
+        "GptOssForCausalLM", "gpt_oss", renamed={"mlp.gate.": "mlp.router."}, alternating_experts=True
+    ),
 }  # fmt: skip
 MIXTRAL = GGUFFamily("MixtralForCausalLM", "mixtral", rotated_pairs=True)
 OLMO3 = GGUFFamily("Olmo3ForCausalLM", "olmo3")
@@ -260,7 +281,7 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         **_windows(keys, hidden // heads, head_dim),
-        **_convolutions(keys),
+        **_recurrent(keys),
         **_experts(keys, tensors, parts),
         **{name: keys.number(key) for name, key in own.numbers.items() if keys.get(key) is not None},
         **({"linear_value_head_dim": linear_heads(metadata).value_size} if own.numbers is LINEAR else {}),
@@ -324,17 +345,29 @@ def _windows(keys: Keys, per_head: int, head_dim: int) -> Fields:
     return fields | {"rope_local_base_freq": keys.get("rope.freq_base_swa", 10_000.0)}
 
 
-def _convolutions(keys: Keys) -> Fields:
-    """Return which layers have attention, and which a short convolution instead, as those without KV heads."""
-    counts = keys.metadata.get(f"{keys.prefix}.attention.head_count_kv")
-    if keys.prefix not in ("lfm2", "lfm2moe") or not isinstance(counts, list):
+def _recurrent(keys: Keys) -> Fields:
+    """Return which layers have attention, and which a recurrent layer instead, as those without KV heads."""
+    if keys.prefix not in (kinds := {"lfm2": "conv", "lfm2moe": "conv", "granitehybrid": "linear_attention"}):
         return {}
-    return {"layer_types": ["full_attention" if count else "conv" for count in counts]}
+    counts = keys.metadata.get(f"{keys.prefix}.attention.head_count_kv")
+    counts = counts if isinstance(counts, list) else [counts] * keys.size("block_count")
+    fields: Fields = {"layer_types": ["full_attention" if count else kinds[keys.prefix] for count in counts]}
+    if keys.prefix != "granitehybrid":
+        return fields
+    inner, heads = keys.size("ssm.inner_size"), keys.size("ssm.time_step_rank")
+    return fields | {
+        "mamba_expand": inner // keys.size("embedding_length"), "mamba_d_head": inner // heads,
+        "position_embedding_type": "rope" if keys.get("rope.scaling.finetuned") else None,
+        "num_local_experts": keys.size("expert_count", 0), "num_experts_per_tok": keys.size("expert_used_count", 0),
+        "shared_intermediate_size": keys.size(
+            "expert_shared_feed_forward_length", keys.size("feed_forward_length")
+        ),
+    }  # fmt: skip
 
 
 def _experts(keys: Keys, tensors: dict[str, Entry], parts: set[str]) -> Fields:
     count = keys.size("expert_count", 0)
-    if not count:
+    if not count or keys.prefix == "granitehybrid":
         return {}
     layers, used = range(keys.size("block_count")), keys.size("expert_used_count")
     size = keys.size("expert_feed_forward_length", 0) or keys.size("feed_forward_length")

@@ -59,6 +59,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """Number that llama.cpp has added to each element."""
     alternate: int | None = None
     """Offset of a tensor of the same shape and type whose rows alternate with these along the second dimension."""
+    joined: int | None = None
+    """Offset of a tensor of the same shape and type whose rows follow these."""
     transposed: bool = False
     """Whether the checkpoint has the last two dimensions exchanged."""
 
@@ -80,6 +82,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         shape = list(self.shape)
         if self.alternate is not None:
             shape[1] *= 2
+        if self.joined is not None:
+            shape[-2] *= 2
         if self.transposed:
             shape[-2:] = shape[:-3:-1]
         return tuple(shape)

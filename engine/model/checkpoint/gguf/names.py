@@ -30,10 +30,11 @@ LAYER = (
     "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj", "mlp.shared_expert_gate", "conv.conv", "conv.in_proj",
     "conv.out_proj", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_a",
     "linear_attn.in_proj_b", "linear_attn.conv1d", "linear_attn.norm", "linear_attn.out_proj", "linear_attn.A_log",
-    "linear_attn.dt_proj",
+    "linear_attn.dt_proj", "mamba.in_proj", "mamba.D",
 )  # fmt: skip
 MODEL = ("model.embed_tokens", "model.norm", "model.embedding_norm", "lm_head")
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+FIRST_PART, SECOND_PART = ".first_part.weight", ".second_part.weight"  # of a layer (GGUFFamily.renamed)
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.(.+)")
 
@@ -61,11 +62,11 @@ def entries(metadata: Metadata, tensors: dict[str, Entry]) -> dict[str, Entry]:
             entry = _untiled(path.rpartition(".")[2], entry, linear)
         if own.rotated_pairs:
             entry = replace(entry, pairs_of_heads=heads.get(path.rpartition(".")[2], 0))
-        found |= _placed(path, suffix, entry, own.stacked_experts)
+        found |= _placed(path, suffix, entry, own.alternating_experts)
     if strange:
         more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise GGUFError(f"its tensors {', '.join(sorted(strange)[:3])}{more} are not known in a {own.architecture}")
-    return _alternating(found) if own.stacked_experts else found
+    return _alternating(found) if own.alternating_experts else _joined(found)
 
 
 def check_layers(metadata: Metadata, tensors: dict[str, Entry]) -> None:
@@ -125,11 +126,13 @@ def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict
         return {f"{path}_{suffix}": entry}
     if path.endswith(("sinks", "expert_bias")):
         return {path: entry}
-    if path.endswith("A_log"):
-        return {path: replace(entry, negative_exp=True)}
+    if path.endswith(("A_log", "mamba.D")):
+        return {path: replace(entry, shape=entry.shape[:1], negative_exp=path.endswith("A_log"))}
+    if path.endswith("mamba.norm"):
+        return {f"{path}.{suffix}": replace(entry, shape=(math.prod(entry.shape),))}
     if path.endswith("dt_proj"):
         return {f"{path.removesuffix('dt_proj')}dt_bias": entry}
-    if path.endswith(("conv.conv", "conv1d")):
+    if path.endswith(("conv.conv", "conv1d")) and suffix == "weight":
         return {f"{path}.{suffix}": replace(entry, shape=(entry.shape[0], 1, *entry.shape[1:]))}
     if path.endswith("shared_expert_gate"):
         return {f"{path}.{suffix}": replace(entry, shape=(1, math.prod(entry.shape)))}
@@ -142,6 +145,20 @@ def _placed(path: str, suffix: str, entry: Entry, stacked_experts: bool) -> dict
     one = replace(entry, shape=tuple(shape))
     name = f"{projection}.{suffix}"
     return {f"{before}.experts.{i}.{name}": replace(one, offset=one.offset + i * one.nbytes) for i in range(count)}
+
+
+def _joined(found: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the tensors with the two parts of each layer that the checkpoint stores as one joined."""
+    joined: dict[str, Entry] = {}
+    for name, entry in found.items():
+        if name.endswith(SECOND_PART):
+            first = found.get(f"{name.removesuffix(SECOND_PART)}{FIRST_PART}")
+            if first is None or (first.shape, first.type, first.file) != (entry.shape, entry.type, entry.file):
+                raise GGUFError(f"its parts of {name.removesuffix(SECOND_PART)} differ in shape, type or file")
+            joined[f"{name.removesuffix(SECOND_PART)}.weight"] = replace(first, joined=entry.offset)
+        elif not name.endswith(FIRST_PART):
+            joined[name] = entry
+    return joined
 
 
 def _alternating(found: dict[str, Entry]) -> dict[str, Entry]:

@@ -92,6 +92,8 @@ class GGUFSlice:
     def rows(self, index: slice = slice(None)) -> Tensor:
         """Read rows in the checkpoint's order: [..., bytes of a row] uint8."""
         rows = self._stored(self._entry.offset)
+        if self._entry.joined is not None:
+            rows = torch.cat((rows, self._stored(self._entry.joined)), dim=-2)
         if (tiles := self._entry.tiled_rows) is not None:
             return rows[tiles.order()[index]]
         if not self._entry.pairs_of_heads:

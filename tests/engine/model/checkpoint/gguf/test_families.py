@@ -39,6 +39,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 FOUR_LAYERS = {
     "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"], "linear_value_head_dim": 64,
 }  # fmt: skip
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 64, "shared_intermediate_size": 256}
 # of a file nothing tells a model with a sliding window from Llama, nor one with heads of another scale
 OTHERS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -51,6 +52,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 3},
     "qwen2_moe": {"mlp_only_layers": [], "num_experts": 3},  # of which llama.cpp has no other
     "qwen3_moe": {"mlp_only_layers": [], "num_experts": 3, "norm_topk_prob": True},
+    "granite4": HYBRID,
+    "granite4_moe": {**HYBRID, "num_local_experts": 3},
     "qwen3_5": FOUR_LAYERS,
     "qwen3_5_moe": {**FOUR_LAYERS, "num_experts": 3},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -124,7 +127,8 @@ def test_weights_stay_in_blocks_and_mean_the_same_in_bfloat16(tmp_path, type):
 
 @pytest.mark.parametrize("type", ["Q4_1", "Q8_0", "Q6_K"])
 @pytest.mark.parametrize(
-    ("family", "spread"), [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True), ("qwen3_5", False)]
+    ("family", "spread"),
+    [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True), ("qwen3_5", False), ("granite4_moe", True)],
 )
 def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, family, spread, type):
     """Of 256 numbers that are in one block, too."""
