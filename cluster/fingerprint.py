@@ -6,15 +6,13 @@ because the process that makes them does not compute the answers.
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from cluster.distribution import DISTRIBUTION, ROOT
 from engine.config import EngineConfig
+from engine.source_digest import as_in_a_checkout, digest, digest_of_files, package_version
 from engine.text.tokenizer_files import VOCABULARY_FILES
 from engine.wire.generate_request import ModelIdentity
 
@@ -24,7 +22,6 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "s
               "chat_template*", "additional_chat_templates/*", *VOCABULARY_FILES)  # fmt: skip
 NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "torch_compile", "determinism",
             "structured_outputs")  # fmt: skip
-BELOW_ONE_NAME = re.compile(rb"\bmanta\.(?=(?:engine|placement|deployments|cluster)\b)")  # as in a wheel
 KERNEL_PACKAGES = (DISTRIBUTION, "torch", "numba", "triton", "transformers", "tokenizers", "llguidance")
 
 
@@ -36,8 +33,8 @@ def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[En
     """
     ranks = [None if pool.determinism == "strict" else pool.layout for pool in pools]
     options = [*([getattr(pool, name) for name in NUMERICS] for pool in pools), ranks, *more]
-    digests = identity.weights, _digest_of_files(text_folder, TEXT_FILES), _digest([repr(options).encode()]), _code()
-    return "fp_" + "_".join(digest[:DIGITS] for digest in digests)
+    digests = identity.weights, digest_of_files(text_folder, TEXT_FILES), digest([repr(options).encode()]), _code()
+    return "fp_" + "_".join(each[:DIGITS] for each in digests)
 
 
 def differing_parts(one: str, other: str) -> list[str]:
@@ -54,28 +51,5 @@ def _code() -> str:
     """Return the digest of the sources that affect answers, and of the versions of the packages whose kernels they
     call."""
     folders = ROOT / "engine", ROOT / "deployments" / "openai"
-    sources = [_digest_of_files(folder, ["**/*.py"], as_in_a_checkout) for folder in folders]
-    return _digest(text.encode() for text in (*sources, *map(_version, KERNEL_PACKAGES)))
-
-
-def as_in_a_checkout(file: Path) -> bytes:
-    """Return the source of a file without the changes of tools/wheel/build_backend.py."""
-    return BELOW_ONE_NAME.sub(b"", file.read_bytes())
-
-
-def _digest_of_files(folder: Path, patterns: Iterable[str], read: Callable[[Path], bytes] = Path.read_bytes) -> str:
-    files = sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
-    return _digest(part for file in files for part in (str(file.relative_to(folder)).encode(), read(file)))
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    """Return the digest of the parts. Each part is digested separately first, so that moving a border between parts
-    changes the result."""
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    sources = [digest_of_files(folder, ["**/*.py"], as_in_a_checkout) for folder in folders]
+    return digest(text.encode() for text in (*sources, *map(package_version, KERNEL_PACKAGES)))

@@ -23,7 +23,7 @@ from engine.wire.parts.kv_offload import FoundBlock
 
 GIB = 2**30
 SIZES = ("kv_offloading_size", "kv_offloading_disk_size", "kv_offloading_store_size")
-LAYOUT_VERSION = 1  # raised when a block has another layout, or kernels give it other bits
+LAYOUT_VERSION = 1  # raised when a block has another layout
 
 
 @dataclass(frozen=True, slots=True)

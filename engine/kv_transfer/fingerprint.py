@@ -14,6 +14,7 @@ from engine.model.checkpoint.identity import sample_weights, short
 from engine.model.config import ModelConfig
 from engine.model.kv_groups import KVCacheGroup
 from engine.model.loader import tensors_by_file
+from engine.source_digest import numerics_digest
 
 LAYOUT_VERSION = 2  # of a group's blocks: [layers, 2, kv_heads, block_size, head_dim], rotated keys
 
@@ -33,6 +34,8 @@ def fingerprint(
     FP8 cache. tensor_parallel_size: number of ranks. It is part of the text only for models with recurrent layers,
     since each rank reads the states of the other engine's rank of the same number.
 
+    The numerics are those of this version of Manta and of the packages whose kernels it calls.
+
     The text identifies weights by the names, sizes and headers of their files and a sample of their pages. This takes
     milliseconds and distinguishes models and versions, but does not detect deliberate changes of a few bytes. Raises
     ModelFolderError.
@@ -48,6 +51,7 @@ def fingerprint(
         "rope": short(hashlib.sha256(repr(config.rope).encode())),
         "config": short(_hash_config(config)),
         "weights": short(_hash_weights(folder)),
+        "numerics": numerics_digest(),
     }
     if config.recurrent is not None:
         fields["states_of_ranks"] = tensor_parallel_size

@@ -8,8 +8,9 @@ import pytest
 
 from cluster.config.ingress_section import IngressSection
 from cluster.config.model_section import ModelSection
-from cluster.fingerprint import PARTS, as_in_a_checkout, differing_parts
+from cluster.fingerprint import PARTS, differing_parts
 from cluster.model_info import model_info
+from engine.source_digest import as_in_a_checkout
 from tests.models import make_model
 
 ROOT = Path(__file__).parents[2]

@@ -44,6 +44,12 @@ def differing(a: str, b: str) -> set[str]:
     return {x.partition("=")[0] for x, y in zip(a.split(), b.split(), strict=True) if x != y}
 
 
+def test_engines_that_compute_with_other_kernels_have_another_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = of(model)
+    monkeypatch.setattr("engine.kv_transfer.fingerprint.numerics_digest", lambda: "another kernel")
+    assert differing(before, of(model).replace("another kernel", "other")) == {"numerics"}
+
+
 def test_dtype_and_block_size_are_part_of_it(model: Path) -> None:
     assert differing(of(model), of(model, dtype=torch.bfloat16)) == {"dtype"}
     assert differing(of(model), of(model, block_size=8)) == {"block_size"}

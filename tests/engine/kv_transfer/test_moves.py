@@ -260,6 +260,20 @@ def test_requests_of_another_model_are_refused_their_kv(ranks):
 
 
 @pytest.mark.slow
+def test_requests_of_another_version_with_other_kernels_go_on_from_their_tokens(ranks, monkeypatch):
+    numerics = iter(("old", "new"))
+    monkeypatch.setattr("engine.kv_transfer.fingerprint.numerics_digest", lambda: next(numerics))
+    config = make_config("pocket", waits=SHORT)
+    with Movers(config, config, ranks) as movers:
+        movers.start("a", prompt(40), max_tokens=50)
+        movers.leave(0)
+        movers.arrive(1)
+        movers.listen(1, movers.ended)
+        check(movers, make_config("pocket", moves=False))
+        assert movers.prefill.scheduler.parts[Handoffs].moves == {"failed": 1}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "stages"), [(1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)])
 def test_requests_move_between_engines_of_other_sizes(tmp_path, ranks, first, second, stages):
     folder, options = make_model(tmp_path, "llama"), {"determinism": "strict"}

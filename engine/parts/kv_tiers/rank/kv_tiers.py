@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import ExitStack
 
 import msgspec
 
@@ -18,7 +17,6 @@ from engine.runner.rank_setup import RankSetup
 from engine.runner.step import StepMemory
 from engine.wire.parts.kv_offload import TierAnswer, TierCommand
 
-KERNEL_PACKAGES = ("torch", "numba", "triton")  # with other versions, the bits of KV may differ
 DECODER = msgspec.msgpack.Decoder(TierCommand)
 
 
@@ -43,9 +41,6 @@ class KVTiers(RankPart):
         dtypes = setup.dtype, setup.kv_dtype
         scope = fingerprint(setup.whole, setup.folder, *dtypes, setup.block_size, config.determinism, setup.tp.size)
         scope += f"{setup.layout} load_format={config.load_format} torch_compile={config.torch_compile}"
-        for package in KERNEL_PACKAGES:
-            with suppress(PackageNotFoundError):
-                scope += f" {package}={version(package)}"
         self.tiers = open_tiers(config, self._memory.blocks, setup.tp.all_ranks, scope, self._opened)
 
     def obey(self, command: msgspec.Raw) -> None:
