@@ -15,6 +15,7 @@ import ray
 from engine.black_box import BLACK_BOX, box_path, remove_orphans
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
+from engine.source_digest import engine_version
 from placement.console_log import LogConfig, log_to_console
 from placement.cpu_share import threads_on
 from placement.cuda_device import device_index
@@ -74,6 +75,10 @@ class RankActor:
         labels = context.get_node_labels()
         rack = tuple(labels.get(name) for name in RACK_LABELS)
         return RankLocation(context.get_node_id(), devices, ray.util.get_node_ip_address(), rack)
+
+    def version(self) -> str:
+        """Return the version of the code that this process runs."""
+        return engine_version()
 
     def listen(self, task: RankTask, host: str) -> str:
         """Listen as rank 0 of several, and return the address to which the other ranks connect. host: address at which

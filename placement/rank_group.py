@@ -17,6 +17,7 @@ from engine.black_box import Found, box_path, ended_key, find, remove, trace
 from engine.config import EngineConfig
 from engine.distributed.cluster_key import ClusterKey
 from engine.errors import EngineUnavailable, ServingError, StartupError
+from engine.source_digest import engine_version
 from placement.cuda_device import rank_options
 from placement.rank_actor import EngineTask, RankActor, RankReady, RankTask
 from placement.rank_order import meeting_host, rank_order
@@ -106,6 +107,7 @@ class RankGroup:
         self._ranks = [self._ranks[bundle] for bundle in order]
         # as one line, because Ray shows only one of several processes' lines that differ only in numbers
         logger.info("ranks placed %s", "; ".join(f"rank {rank}: {locations[b]}" for rank, b in enumerate(order)))
+        check_versions(engine_version(), await self._all([rank.version.remote() for rank in self._ranks], deadline))
         task = RankTask(config, replica, engines, self._spec.startup_timeout_s, self._spec.log, key)
         rank_0 = ""
         if len(order) > 1:
@@ -163,6 +165,16 @@ class RankGroup:
         finally:
             for call in waiting:
                 call.cancel()  # their results are not needed
+
+
+def check_versions(own: str, of_ranks: Sequence[str]) -> None:
+    """Raise StartupError unless all ranks have the version of their replica: what they send each other changes with any
+    version. of_ranks: in rank order."""
+    for rank, version in enumerate(of_ranks):
+        if version != own:
+            raise StartupError(
+                f"the ranks of an engine must be of one version: rank {rank} is {version}, its replica {own}"
+            )
 
 
 def _verdict(errors: Sequence[BaseException | None]) -> ServingError:

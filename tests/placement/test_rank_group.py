@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from engine.black_box import Found
 from engine.errors import ConfigError, EngineUnavailable, StartupError
-from placement.rank_group import RankGroup, _verdict
+from placement.rank_group import RankGroup, _verdict, check_versions
 from placement.spec import GroupSpec
 
 WRONG = ConfigError("tensor_parallel_size", 3, "a divisor of 4")
@@ -125,3 +125,9 @@ def test_ranks_that_are_not_ready_in_time_are_named():
 
     with pytest.raises(EngineUnavailable, match="not ready within startup_timeout_s=7: rank 1, 2 of 3"):
         asyncio.run(scenario())
+
+
+def test_a_rank_of_another_version_than_its_replica_is_named():
+    check_versions("manta 2", ["manta 2", "manta 2"])
+    with pytest.raises(StartupError, match="of one version: rank 1 is manta 1, its replica manta 2"):
+        check_versions("manta 2", ["manta 2", "manta 1"])
