@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
@@ -13,8 +11,7 @@ from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.remote_request import RemoteRequest
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedRequest:
+class EncodedRequest(msgspec.Struct, frozen=True):
     """Commands that start and cancel a GenerateRequest or RemoteRequest, in msgpack, and the fields that the control
     actor reads."""
 

@@ -18,6 +18,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from deployments import ray_compat
+from deployments.carried import Carried
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import A, ReplicaQuestion, ReplicaStatus
 from deployments.replicas.remote_dispatcher import PoolState
@@ -84,7 +85,7 @@ class ServePool:
         note = partial(self._note_all, [request.request_id for request in requests])
         call = RoutingContext(prompt, self.routing, avoid, first.model, note, observer=self.observer)
         with ray_compat.apart_from_http_request():
-            response = self._handle.generate.remote([EncodedRequest.of(request) for request in requests], call)
+            response = self._handle.generate.remote([Carried(EncodedRequest.of(request)) for request in requests], call)
         await _answer(response, call)
 
     def _note_all(self, request_ids: list[str], what: str) -> None:
@@ -107,7 +108,7 @@ class ServePool:
     async def ask_one(self, question: Question, kind: type[A], adapter: str = "") -> list[A]:
         prompt = PromptDigest(f"ask-{secrets.token_hex(8)}", 1, (), adapter=adapter)
         call = RoutingContext(prompt)  # it counts as no request
-        answers = await _answer(self._handle.ask.remote(question, None, call), call)
+        answers = await _answer(self._handle.ask.remote(Carried(question), None, call), call)
         return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 
     async def tell(self, command: Command, peers: bool = False) -> None:
@@ -118,7 +119,7 @@ class ServePool:
         """Repeat a command until all replicas have it, for one that has just died is still listed for a moment."""
         until = time.monotonic() + TELL_S
         while True:
-            answers = await ray_compat.broadcast(handle, "tell", STATUS_TIMEOUT_S, command)
+            answers = await ray_compat.broadcast(handle, "tell", STATUS_TIMEOUT_S, Carried(command))
             missing = sum(isinstance(answer, BaseException) for answer in answers)
             if not missing and (answers or await self.asleep()):
                 return
@@ -152,7 +153,7 @@ class ServeRemotePool:
             adapter=digest_of(remote_request.record(ModelAdapter)),
         )
         call = RoutingContext(prompt, self.routing, avoid=avoid, role=self._role, observer=self.observer)
-        await _answer(self._handle.prefill.remote(EncodedRequest.of(remote_request), call), call)
+        await _answer(self._handle.prefill.remote(Carried(EncodedRequest.of(remote_request)), call), call)
 
     async def statuses(self) -> list[ReplicaStatus]:
         return await _statuses(self._handle)
@@ -196,7 +197,7 @@ async def _ask(
     handle: DeploymentHandle, question: Question | ReplicaQuestion, kind: type[A], timeout_s: float
 ) -> list[A]:
     """Return the answers of all replicas of a deployment that answer."""
-    found = await ray_compat.broadcast(handle, "ask", timeout_s + CALL_S, question, timeout_s)
+    found = await ray_compat.broadcast(handle, "ask", timeout_s + CALL_S, Carried(question), timeout_s)
     answers = (answer for of_replica in found if isinstance(of_replica, list) for answer in of_replica)
     return [msgspec.msgpack.decode(answer, type=kind) for answer in answers]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from deployments.carried import Carried
 from deployments.routing.choice_observer import ChoiceObserver
 from deployments.routing.config import Role
 from deployments.routing.prompt_digest import EMPTY, PromptDigest
@@ -60,4 +61,5 @@ class RoutingContext:
             self._release(outcome)
 
     def __reduce__(self) -> tuple[type[RoutingContext], tuple[()], dict[str, Any]]:
-        return RoutingContext, (), {"holder": self.holder, "engine": self.engine}
+        holder = None if self.holder is None else Carried(self.holder)
+        return RoutingContext, (), {"holder": holder, "engine": self.engine}
