@@ -17,7 +17,7 @@ from cluster.autoscaling.roles import Member, RoleScaler
 from cluster.autoscaling.scaler import EngineCosts, ModelScaler, PoolLoad, ReplicaLoad, ScalingDecision
 from cluster.autoscaling.slo import PoolSettings
 from deployments import ray_compat
-from deployments.replicas.scaling_report import ScalingChange, waiting_of, waiting_tokens_of
+from deployments.replicas.scaling_report import DEFAULTS, ScalingChange, waiting_of, waiting_tokens_of
 from deployments.routing.config import Role
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class RoleSwitch:
         for replica, points in reports.get("running", {}).items():
             if points:
                 engine = ray_compat.engine_id_of(replica)
-                reported: Role = "prefill" if reports["prefill_role"][replica][-1].value else "decode"
+                reported: Role = "prefill" if _newest(reports, "prefill_role", replica) else "decode"
                 members[engine] = Member(self._roles.get(engine, reported), _replica_load(reports, replica))
         return members
 
@@ -168,7 +168,7 @@ def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: o
     first."""
 
     def last(name: str) -> float:
-        return reports[name][replica][-1].value
+        return _newest(reports, name, replica)
 
     def risen(name: str) -> float:
         points = reports[name][replica]
@@ -195,6 +195,14 @@ def _replica_load(reports: Mapping[str, Mapping[Any, Sequence[Any]]], replica: o
             token_s=last("token_s"),
         ),
     )
+
+
+def _newest(reports: Mapping[str, Mapping[Any, Sequence[Any]]], name: str, replica: object) -> float:
+    """Return the newest value of a report. A replica of another version may lack it if it has a default. Raises
+    KeyError."""
+    points = reports.get(name, {}).get(replica)
+    value: float = points[-1].value if points else DEFAULTS[name]
+    return value
 
 
 # -- decisions out -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ controller, which should not load an engine's modules: this file imports those f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -92,6 +92,10 @@ class ReplicaReport:
 
     def numbers(self) -> dict[str, float]:
         return asdict(self)
+
+
+DEFAULTS: dict[str, float] = {each.name: each.default for each in fields(ReplicaReport) if each.default is not MISSING}
+"""Values of the numbers that replicas of an earlier version may not report."""
 
 
 class ScalingChange(msgspec.Struct, frozen=True, kw_only=True):

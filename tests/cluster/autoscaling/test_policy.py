@@ -196,6 +196,13 @@ def test_a_replica_that_has_not_reported_counts_as_idle(policy):
     assert policy(given)[0] == {DECODE: 1, INGRESS: 1}
 
 
+def test_a_replica_of_the_last_version_may_lack_a_number_that_has_a_default(policy, monkeypatch):
+    given = contexts(running=15.0)
+    del given[DECODE].raw_metrics["decode_step_s"]
+    monkeypatch.setitem(policy_module.DEFAULTS, "decode_step_s", IDLE.decode_step_s)
+    assert policy(given)[0][DECODE] == policy(contexts(running=15.0))[0][DECODE] == 2
+
+
 def test_reports_that_make_no_sense_leave_all_as_it_is(policy, log):
     given = contexts()
     del given[DECODE].raw_metrics["queued_tokens"]
