@@ -1,0 +1,1 @@
+"""What two versions of Manta that meet in one cluster can read of each other."""
