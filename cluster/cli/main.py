@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from typer.exceptions import TyperException
 
@@ -18,6 +19,7 @@ from cluster.cli.help import App
 from cluster.cli.parts import add_commands
 from cluster.cli.serve import TakesVllmFlags, serve
 from cluster.cli.simulate import simulate
+from cluster.config.idle_flags import refuse_idle
 from cluster.distribution import copy_examples, version_and_commit
 from cluster.flags import ApiKeyOption, EngineFlags, HtmlOption, JsonOption, ModelOption, given, with_flags
 from engine.errors import RequestError, ServingError
@@ -87,7 +89,15 @@ def check(
     what: Annotated[
         str, typer.Argument(help="A Serve configuration (.yaml), as for `serve run`; or a model: a folder or a Hub id.")
     ] = "serve_config.yaml",
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Number of ranks over which a model is split.")] = 1,
+    new: Annotated[
+        Path | None, typer.Argument(help="The configuration of the next version, to compare with; see above.")
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks over which a model is split. Default: 1.")
+    ] = None,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Print a description of this version and the configuration as JSON.")
+    ] = False,
 ) -> None:
     """Check a serve_config.yaml or a model, without starting or downloading anything. Prints one line.
 
@@ -95,11 +105,39 @@ def check(
     model, it reads only config.json, and says whether the architecture runs and which code computes it. Exit code 1 if
     there is a problem.
 
+    `manta check OLD NEW` says what a change of the version or the configuration means while both are in one cluster:
+    which digests differ, what is replayed or computed again, and what cannot be read. Each is a serve_config.yaml,
+    described by this version, or a .json file that another version has written by --describe. Exit code 1 if one of the
+    two cannot read the other's records, so that the new version needs a cluster of its own (docs/deploy.md).
+
     Example: manta check serve_config_pd.yaml
 
     Example: manta check allenai/OLMo-2-0425-1B --tensor-parallel-size 2
+
+    Example: manta check old.json serve_config.yaml
     """
-    if what.endswith((".yaml", ".yml")):
+    is_model = not (new or describe or what.endswith((".yaml", ".yml")))
+    refuse_idle(
+        {"--describe": describe or None, "--tensor-parallel-size": tensor_parallel_size},
+        ("--describe", new is not None, "with NEW"),
+        ("--tensor-parallel-size", not is_model, "unless a model is checked: a configuration says it"),
+    )
+    if is_model:
+        from cluster.cli.models import check_model
+
+        print(check_model(what, tensor_parallel_size or 1))
+    elif describe:
+        from cluster.versions.description import described  # torch takes seconds
+
+        print(json.dumps(msgspec.to_builtins(described(Path(what))), indent=1))
+    elif new is not None:
+        from cluster.versions.description import described
+        from cluster.versions.differences import compare
+
+        found = compare(described(Path(what)), described(new))
+        print("\n".join(found.lines))
+        raise typer.Exit(1 if found.breaks else 0)
+    else:
         from cluster.cli.check.parts import part_checks
         from cluster.serve_config import check_serve_config, load
 
@@ -108,10 +146,6 @@ def check(
         for warning in [warning for check in part_checks() for warning in check.configuration(serve_config)]:
             print(f"warning: {warning.topic}: {warning}", file=sys.stderr)
         print(f"{what} is fine; models: {', '.join(names)}", file=sys.stderr)
-        return
-    from cluster.cli.models import check_model
-
-    print(check_model(what, tensor_parallel_size))
 
 
 @app.command(rich_help_panel=RUN)
