@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any, Literal
 
 from cluster.versions.record_form import Forms, forms_of, name_of
@@ -28,7 +26,6 @@ from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaQuestion, ReplicaStatus
 from deployments.replicas.scaling_report import ReplicaReport, ScalingChange
 from deployments.served_adapter import ServedAdapter
-from engine import wire
 from engine.distributed.cluster_key import ClusterKey
 from engine.kv_transfer.protocol.messages import Envelope
 from engine.kv_transfer.transport.nixl import NixlDescription
@@ -40,6 +37,7 @@ from engine.parts.tape.file import TapeFile
 from engine.parts.tape.shared_copy import CopyHead
 from engine.wire.messages import Command, EngineUpdate
 from engine.wire.part_record import PartRecord
+from engine.wire.parts import stages, tape, thinking_budget  # noqa: F401  so that their kinds are below others
 from engine.wire.parts.experts import ExpertAnswer, ExpertOrder
 from engine.wire.parts.holds import HeldPrompts
 from engine.wire.parts.images import ImageStep
@@ -68,8 +66,6 @@ def kinds_by_border() -> dict[BorderName, list[Any]]:
     store       in the store, which outlives a cluster
     tapes       in files of tapes
     """
-    for module in iter_modules(import_module(f"{wire.__name__}.parts").__path__):
-        import_module(f"{wire.__name__}.parts.{module.name}")
     parts = [kind for kind in _kinds_below(PartRecord) if not issubclass(kind, BETWEEN_RANKS)]
     return {
         "commands": [EncodedRequest, *_kinds_below(Command), *_kinds_below(ReplicaQuestion)],
