@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -67,6 +67,14 @@ class Inbox:
         return [*merged, None] if None in waiting else [*merged]
 
 
+class Worker(NamedTuple):
+    """The engine that works on a request, as in its TokenBatch."""
+
+    engine_id: str
+    commands_to: str
+    numerics: str
+
+
 class Inboxes:
     """Sorts the deltas of all engines into the inboxes of their requests."""
 
@@ -75,7 +83,7 @@ class Inboxes:
     def __init__(self, stats: IngressStats):
         self._stats = stats
         self._inboxes: dict[str, Inbox] = {}
-        self._working: dict[str, tuple[str, str]] = {}  # request id -> id and address of its engine
+        self._working: dict[str, Worker] = {}  # by request id
         self._aborted: dict[str, tuple[TakeLast, asyncio.TimerHandle]] = {}  # by request id
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -104,7 +112,7 @@ class Inboxes:
     def abort(self, request_id: str, reason: Literal["abort", "stop"] = "abort") -> None:
         """End the request in its engine. Has no effect before the first delta, which makes the engine known."""
         if request_id in self._working:
-            _, address = self._working[request_id]
+            address = self._working[request_id].commands_to
             self.send(address, msgspec.msgpack.encode(Abort(request_id, reason)))
 
     def take_last(self, request_id: str, take: TakeLast) -> None:
@@ -136,11 +144,15 @@ class Inboxes:
 
     def engine_of(self, request_id: str) -> str:
         """Return the id of the engine that works on a request. A delta of the request must have arrived."""
-        return self._working[request_id][0]
+        return self._working[request_id].engine_id
+
+    def numerics_of(self, request_id: str) -> str:
+        """Return the digest of what that engine computes with; empty if it is of a version that does not tell."""
+        return self._working[request_id].numerics
 
     def dispatch(self, batch: TokenBatch) -> None:
         """Put the deltas of a step into their inboxes. Those of requests that have left are dropped."""
-        engine = (batch.engine_id, batch.commands_to)
+        engine = Worker(batch.engine_id, batch.commands_to, batch.numerics)
         for delta in batch.deltas:
             inbox = self._inboxes.get(delta.request_id)
             is_last = bool(self._aborted) and delta.finish_reason is not None and delta.request_id in self._aborted

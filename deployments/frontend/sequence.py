@@ -71,6 +71,10 @@ class RequestUsage:
     holds: dict[int, PromptHolds] = field(default_factory=dict)
     """Outcomes of the holds that the request asks for, by the index of the sequence."""
 
+    numerics_borders: list[tuple[int, int]] = field(default_factory=list)
+    """Where sequences have gone on in engines that compute with other numerics: the index of the sequence, and its
+    tokens before."""
+
     costs: dict[str, SequenceCost] = field(default_factory=dict)
     """What each attempt has cost, as far as its engine has reported it, by request id."""
     prices: Prices = FREE
@@ -206,10 +210,12 @@ class Sequence:
         found = (observe(view) for observe in (*context.observers, *observers))
         self._observers = Observers([*filter(None, found), self.metrics])
         self._has_ended = False
+        self._begins = True  # whether the current attempt has brought no token yet
+        self._numerics: str | None = None  # of the attempt before
 
     def start(self, inbox: Inbox) -> None:
         """Send the current attempt to an engine. inbox: inbox to wake if the attempt fails without a final delta."""
-        request_id, self._inbox = self.retry.request_id, inbox
+        request_id, self._inbox, self._begins = self.retry.request_id, inbox, True
         self._attempt = Attempt(request_id, self._generate(), inbox.wake)
         for sent in self._observers.sent:
             sent(request_id)
@@ -248,6 +254,8 @@ class Sequence:
         if delta.finish_reason in ("error", "abort"):
             sources = delta.records(KVSource)
             raise Aborted(delta.request_id) if delta.error is None else ReportedError(delta.error, *sources)
+        if self._begins and delta.token_ids:
+            self._begin(len(self.retry.output))
         delta = self.retry.add(delta)
         for received in self._observers.received:
             delta = received(delta)
@@ -268,6 +276,17 @@ class Sequence:
                 self._channel.abort(delta.request_id, "stop")  # a stop string, which the engine cannot detect
             self.end(chunk.finish_reason)
         return chunk
+
+    def _begin(self, tokens: int) -> None:
+        """Note the first token of an attempt. tokens: output before it."""
+        self._begins = False
+        numerics = self._channel.numerics_of(self.retry.request_id)
+        if tokens and self._numerics not in (None, numerics):
+            self._usage.numerics_borders.append((self.index, tokens))
+            self.metrics.computes_otherwise(tokens)
+            logger.info("request goes on with other numerics request_id=%s tokens=%d numerics=%s before=%s",
+                        self.retry.request.request_id, tokens, numerics, self._numerics)  # fmt: skip
+        self._numerics = numerics
 
     @property
     def lost(self) -> BaseException | None:

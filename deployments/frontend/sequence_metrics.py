@@ -79,6 +79,10 @@ class SequenceMetrics(SequenceObserver):
             f"the attempt failed after {self._timeline.output_tokens} tokens, another follows: {reason} ({error})"
         )
 
+    def computes_otherwise(self, tokens: int) -> None:
+        """The sequence goes on in an engine with other numerics. tokens: output before."""
+        self._note(f"after {tokens} tokens it goes on with other numerics: the text from there on may be another one")
+
     def happened(self, timeline: list[TimelineEvent]) -> None:
         """Add events that happened in engines: those that name none, in the engine of the current attempt."""
         engine_id, capacity = self._sequence.engine, MAX_EVENTS - len(self._timeline.events)

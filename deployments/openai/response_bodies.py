@@ -35,6 +35,15 @@ class HoldBody(msgspec.Struct, omit_defaults=True):
         ] or msgspec.UNSET
 
 
+class NumericsBorder(msgspec.Struct):
+    """Where a choice has gone on in an engine of another version, which computes with other numerics."""
+
+    index: int
+    """Of the choice, counted over all prompts."""
+    tokens: int
+    """Completion tokens before."""
+
+
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -90,6 +99,7 @@ class UsageBody(msgspec.Struct):
     holds: list[HoldBody] | msgspec.UnsetType = msgspec.UNSET
     cost: float | msgspec.UnsetType = msgspec.UNSET
     cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
+    numerics_borders: list[NumericsBorder] | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, usage: RequestUsage, reasoning_tokens: int | None = None, *, with_cost: bool = False) -> UsageBody:
@@ -112,6 +122,7 @@ class UsageBody(msgspec.Struct):
             holds=HoldBody.all_of(usage),
             cost=cost.cost,
             cost_details=cost.details,
+            numerics_borders=[NumericsBorder(*border) for border in usage.numerics_borders] or msgspec.UNSET,
         )
 
 

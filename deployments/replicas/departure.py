@@ -7,7 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from deployments.replicas.engine_control import EngineControl
-from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.messages import EngineStatus
 
@@ -27,9 +26,12 @@ async def depart(
 ) -> None:
     """Move the engine's requests to other replicas as far as these have room, a few at a time, until none is left.
 
-    If no other replica can continue the requests, they continue here. statuses: function that returns the statuses of
-    the pool's replicas. slots: sequences that one replica runs at a time. goes_on: function that returns whether the
-    requests should still leave.
+    As long as there are replicas that can take over the KV, requests move to these. If there are only others of the
+    same model, such as those of a version with other numerics, these compute the KV again from the tokens that are
+    known. If no other replica can continue the requests, they continue here.
+
+    statuses: function that returns the statuses of the pool's replicas. slots: sequences that one replica runs at a
+    time. goes_on: function that returns whether the requests should still leave.
     """
     began = engine.num_answers
     group = max(GROUP, began // MOST_GROUPS)
@@ -45,7 +47,10 @@ async def depart(
             logger.warning("the other replicas cannot be asked: %r", error)
             others = []
         calls = engine.num_answers
-        count = min(group, room_elsewhere(own, others, slots), calls)
+        takers = [status for status in others if takes_requests_of(own, status)]
+        if not takers:
+            takers = [status for status in others if takes_texts_of(own, status)]
+        count = min(group, room_in(takers, slots), calls)
         if count:
             engine.move_requests(count)
         await _until_left(engine, calls - count if count else 0)
@@ -65,11 +70,18 @@ def takes_requests_of(own: EngineStatus, other: EngineStatus) -> bool:
     return alike and other.engine_id != own.engine_id and other.role != "prefill"
 
 
-def room_elsewhere(own: ReplicaStatus, others: Sequence[EngineStatus], slots: int) -> int:
-    """Return how many requests the other replicas of the same model could start now."""
-    loads = [
-        status.stats.running + status.stats.waiting + status.stats.receiving
-        for status in others
-        if takes_requests_of(own, status)
-    ]
+def takes_texts_of(own: EngineStatus, other: EngineStatus) -> bool:
+    """Return whether an engine of the same model can continue requests of another one from their tokens."""
+    alike = bool(_model_in(own.fingerprint)) and _model_in(own.fingerprint) == _model_in(other.fingerprint)
+    return alike and other.engine_id != own.engine_id and other.role != "prefill"
+
+
+def _model_in(fingerprint: str) -> list[str]:
+    """Return the parts of a fingerprint of KV that say which model it is."""
+    return [part for part in fingerprint.split() if part.startswith(("weights=", "config="))]
+
+
+def room_in(takers: Sequence[EngineStatus], slots: int) -> int:
+    """Return how many requests these replicas could start now."""
+    loads = [status.stats.running + status.stats.waiting + status.stats.receiving for status in takers]
     return sum(max(0, slots - load) for load in loads)

@@ -18,6 +18,7 @@ from engine.errors import Overloaded, ServingError
 from engine.hooks import overriding
 from engine.serving.kv_events import KVEventPublisher
 from engine.serving.trial_queue import TrialQueue
+from engine.source_digest import numerics_digest
 from engine.wire.generate_request import GenerateRequest
 from engine.wire.messages import (
     MAX_LIVE_HANDOFFS,
@@ -69,6 +70,7 @@ class EngineEndpoint:
         self.core, self._peers, self._clock = core, receivers, clock
         self._engine_id, self._address, self._status_to = engine_id, address, status_to
         self._encode = msgspec.msgpack.Encoder().encode
+        self._numerics = numerics_digest()
         self._kv_events = KVEventPublisher(engine_id, core.scheduler)
         self._deltas: dict[str, list[TokenDelta]] = {}  # by reply address, since the last step
         self._runs_when_idle: str | None = None  # id of the request that any other one aborts
@@ -182,7 +184,13 @@ class EngineEndpoint:
         deltas_by_address, self._deltas = self._deltas, {}
         step = self.core.scheduler.totals.steps
         for address, deltas in deltas_by_address.items():
-            batch = TokenBatch(engine_id=self._engine_id, commands_to=self._address, step=step, deltas=deltas)
+            batch = TokenBatch(
+                engine_id=self._engine_id,
+                commands_to=self._address,
+                step=step,
+                deltas=deltas,
+                numerics=self._numerics,
+            )
             self._push(address, self._encode(batch))
         for update, addresses in self._kv_events.messages(now):
             message = self._encode(update)

@@ -98,3 +98,5 @@ class TokenBatch(msgspec.Struct, frozen=True, kw_only=True):
     """ZMQ address on which the engine takes commands."""
     step: int
     deltas: list[TokenDelta]
+    numerics: str = ""
+    """Digest of what the engine computes with: with another one, the same request may get another text."""

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from deployments.replicas import departure
-from deployments.replicas.departure import GROUP, depart, room_elsewhere
+from deployments.replicas.departure import GROUP, depart
 from deployments.replicas.pools import ReplicaStatus
 from engine.errors import EngineUnavailable
 from engine.wire.messages import EngineStatus
@@ -25,14 +25,14 @@ def replica(name: str, running: int = 0, fingerprint: str = "same") -> ReplicaSt
 class Engine:
     """Requests leave one round after they were told to."""
 
-    def __init__(self, num_answers: int, lives: bool = True):
-        self.num_answers, self.lives = num_answers, lives
+    def __init__(self, num_answers: int, lives: bool = True, fingerprint: str = "same"):
+        self.num_answers, self.lives, self.fingerprint = num_answers, lives, fingerprint
         self.moved: list[int] = []
 
     def status(self) -> ReplicaStatus:
         if not self.lives:
             raise EngineUnavailable("gone")
-        return replica("own", self.num_answers)
+        return replica("own", self.num_answers, self.fingerprint)
 
     def move_requests(self, count: int) -> None:
         self.moved.append(count)
@@ -75,10 +75,38 @@ def test_the_next_group_leaves_once_the_one_before_has_left(monkeypatch):
     assert engine.moved == [GROUP, GROUP]
 
 
-def test_without_another_replica_of_the_same_model_requests_stay():
-    own = replica("own", 3)
-    assert not room_elsewhere(own, [own, replica("new", 0, "other weights")], 8)
-    assert not room_elsewhere(replica("own", 3, ""), [replica("a", 0, "")], 8), "it hands no KV over"
+OLD, NEW = "kv=2 config=c weights=w numerics=old", "kv=2 config=c weights=w numerics=new"
+OTHER = "kv=2 config=c weights=other numerics=old"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "moved"),
+    [
+        (OLD, {"own": OLD}, []),
+        (OLD, {"a": OTHER}, []),
+        ("", {"a": ""}, []),
+        (OLD, {"a": OTHER, "new": NEW}, [3]),
+        (NEW, {"old": OLD}, [3]),
+    ],
+    ids=["none", "other weights", "without handoffs", "the next version", "the version before"],
+)
+def test_requests_go_where_the_same_model_is_and_else_stay(own, others, moved):
+    engine, rounds = Engine(3, fingerprint=own), 0
+
+    async def statuses() -> list[ReplicaStatus]:
+        nonlocal rounds
+        rounds += 1
+        return [replica(name, 0, fingerprint) for name, fingerprint in others.items()]
+
+    asyncio.run(depart(engine, statuses, slots=8, goes_on=lambda: rounds < 3))  # type: ignore[arg-type]
+    assert engine.moved == moved
+
+
+def test_requests_stay_with_their_numerics_while_a_replica_with_these_lives():
+    engine = Engine(3, fingerprint=OLD)
+    full = [replica("old", 8, OLD), replica("new", 0, NEW)]
+    run(engine, full, full, [replica("old", 6, OLD), replica("new", 0, NEW)], [replica("new", 7, NEW)])
+    assert engine.moved == [2, 1]
 
 
 def test_a_round_in_which_others_cannot_be_asked_moves_nothing():
