@@ -96,7 +96,8 @@ def _kinds_below(base: type) -> Iterator[type]:
     """Yield the classes that derive from one, but not those that only others derive from. Only our own: tests have
     further ones."""
     package = __name__.removesuffix("cluster.versions.borders")
-    for kind in (found := base.__subclasses__()):
+    found: list[type] = base.__subclasses__()
+    for kind in found:
         yield from _kinds_below(kind)
     ours = base.__module__.startswith((f"{package}engine.", f"{package}deployments."))
     if not found and ours:

@@ -71,7 +71,8 @@ def _models(serve_config: dict[str, Any]) -> list[tuple[str, ModelDescription]]:
         config = AppConfig.of(application)
         for model in config.models:
             info = model_info(model, config.ingress)
-            kv = {role: _kv(model.engine_config(role), info.identity.weights) for role in model.pools}
+            weights = "" if info.identity is None else info.identity.weights
+            kv: dict[str, dict[str, str]] = {role: _kv(model.engine_config(role), weights) for role in model.pools}
             found.append((info.name, ModelDescription(fingerprint=info.fingerprint or "", kv=kv)))
     return found
 

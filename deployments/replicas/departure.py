@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from deployments.replicas.engine_control import EngineControl
 from engine.errors import EngineUnavailable
@@ -47,10 +47,7 @@ async def depart(
             logger.warning("the other replicas cannot be asked: %r", error)
             others = []
         calls = engine.num_answers
-        takers = [status for status in others if takes_requests_of(own, status)]
-        if not takers:
-            takers = [status for status in others if takes_texts_of(own, status)]
-        count = min(group, room_in(takers, slots), calls)
+        count = min(group, room_in(takers(own, others), slots), calls)
         if count:
             engine.move_requests(count)
         await _until_left(engine, calls - count if count else 0)
@@ -70,6 +67,14 @@ def takes_requests_of(own: EngineStatus, other: EngineStatus) -> bool:
     return alike and other.engine_id != own.engine_id and other.role != "prefill"
 
 
+def takers(own: EngineStatus, others: Iterable[EngineStatus]) -> list[EngineStatus]:
+    """Return the engines that can continue what an engine leaves: those that can take over its KV, or else those that
+    have the same model, and compute the KV again."""
+    found = list(others)
+    alike = [other for other in found if takes_requests_of(own, other)]
+    return alike or [other for other in found if takes_texts_of(own, other)]
+
+
 def takes_texts_of(own: EngineStatus, other: EngineStatus) -> bool:
     """Return whether an engine of the same model can continue requests of another one from their tokens."""
     alike = bool(_model_in(own.fingerprint)) and _model_in(own.fingerprint) == _model_in(other.fingerprint)
@@ -81,7 +86,7 @@ def _model_in(fingerprint: str) -> list[str]:
     return [part for part in fingerprint.split() if part.startswith(("weights=", "config="))]
 
 
-def room_in(takers: Sequence[EngineStatus], slots: int) -> int:
+def room_in(replicas: Iterable[EngineStatus], slots: int) -> int:
     """Return how many requests these replicas could start now."""
-    loads = [status.stats.running + status.stats.waiting + status.stats.receiving for status in takers]
+    loads = [status.stats.running + status.stats.waiting + status.stats.receiving for status in replicas]
     return sum(max(0, slots - load) for load in loads)

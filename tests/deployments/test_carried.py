@@ -11,6 +11,7 @@ from deployments.carried import Carried, read_carried
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.routing.routing_context import RoutingContext
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.messages import Abort
 from engine.wire.parts.holds import GiveHolds, ReleaseHolds
 from engine.wire.parts.kv_fetching import KVHolder
 from engine.wire.remote_request import Peer
@@ -44,6 +45,13 @@ def test_a_record_of_the_next_version_is_read_without_its_new_field_and_one_of_t
 def test_a_record_without_a_needed_field_is_refused_by_its_name():
     with pytest.raises(msgspec.ValidationError, match="missing required field `name`"):
         read_carried(ReleaseHolds, msgspec.msgpack.encode({"type": "ReleaseHolds"}))
+
+
+def test_a_call_that_the_last_version_has_pickled_is_read():
+    """Pickle names the function and the class, which have to stay where they are."""
+    named = b"cdeployments.carried\nread_carried\n(cengine.wire.messages\nAbort\n"
+    data = msgspec.msgpack.encode(Abort("a"))
+    assert pickle.loads(named + b"B" + len(data).to_bytes(4, "little") + data + b"tR.") == Abort("a")
 
 
 def test_a_call_carries_who_holds_the_prompt():

@@ -10,7 +10,7 @@ import time
 import msgspec
 import zmq.asyncio
 
-from deployments.replicas.departure import Statuses, takes_requests_of
+from deployments.replicas.departure import Statuses, takers
 from deployments.replicas.engine_control import EngineControl
 from deployments.replicas.replica_part import OtherReplicas
 from engine.distributed.sockets import PullSocket
@@ -81,8 +81,8 @@ async def _unfit(engine: EngineControl, statuses: Statuses) -> list[str] | None:
     except Exception as error:  # noqa: BLE001 - of Serve or Ray
         logger.warning("the other replicas cannot be asked: %r", error)
         return None
-    takers = [other.engine_id for other in found if takes_requests_of(own, other)]
-    return [own.engine_id, *(other.engine_id for other in found if other.engine_id not in takers)] if takers else None
+    fit = {other.engine_id for other in takers(own, found)}
+    return [own.engine_id, *(other.engine_id for other in found if other.engine_id not in fit)] if fit else None
 
 
 def request_of(prompt: HeldPrompt, peer: Peer | None, model: ModelIdentity, reply_to: str) -> GenerateRequest:

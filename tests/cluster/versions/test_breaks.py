@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -90,6 +91,30 @@ def test_a_change_that_one_version_could_not_read_is_found(change):
     records, told = BREAKS[change]
     lines = find_breaks(TODAY, TODAY | records, roots())
     assert lines and lines[0].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "error"),
+    [
+        ("a field has another type", "PromptHold", "Expected `int`, got `str`"),
+        ("a new field has no default", "EngineUpdate", "missing required field `load_2`"),
+        ("a choice has one more value", "Abort", "Invalid enum value 'late'"),
+        ("a tag has another name", "Add", "Invalid value 'Add"),
+        ("a map becomes an array", "Claim", "Expected `object`, got `array`|Expected `array`, got `object`"),
+    ],
+)
+def test_what_the_rules_refuse_is_what_bytes_cannot_say(change, name, error):
+    """One of the two versions does not read what the other sends."""
+    later, failures = TODAY | BREAKS[change][0], []
+    sampler = Sampler(later)
+    samples = {"a choice has one more value": {"type": "Abort", "request_id": "a", "reason": "late"}}
+    sent = codec(name).encode(samples[change]) if change in samples else sampler.encoded(name)
+    for data, reader in ((sent, TODAY), (Sampler(TODAY).encoded(name), later)):
+        try:
+            codec(name).decode(data, type=kind_of(reader)(name))
+        except msgspec.ValidationError as found:
+            failures.append(str(found))
+    assert any(re.search(error, failure) for failure in failures), failures
 
 
 def test_a_record_that_is_gone_is_found():

@@ -48,6 +48,7 @@ def leave(
     fails: Exception | None = None,
     hangs: bool = False,
     peer: Peer | None = None,
+    fingerprint: str = "same",
 ) -> FakeEngine:
     """Move the holds of one engine. Returns the engine that is asked to take them."""
 
@@ -55,8 +56,8 @@ def leave(
         async with AsyncExitStack() as opened:
             leaving, engine = await opened.enter_async_context(replica_with_engine())
             taking, other = await opened.enter_async_context(replica_with_engine())
-            engine.held, engine.peer, engine.fingerprint = held, peer, "same"
-            await until(lambda: is_healthy(leaving) and leaving.status().fingerprint == "same")
+            engine.held, engine.peer, engine.fingerprint = held, peer, fingerprint
+            await until(lambda: is_healthy(leaving) and leaving.status().fingerprint == fingerprint)
 
             async def statuses() -> Sequence[EngineStatus]:
                 if isinstance(others, Exception):
@@ -97,6 +98,12 @@ def test_each_hold_is_a_request_for_one_token_with_its_remaining_time(caplog):
 def test_an_engine_from_which_nothing_can_be_fetched_is_not_named():
     (asked,) = leave([prompt(1)], others=[replica("a")]).added
     assert asked.record(KVHolder) is None
+
+
+def test_a_version_with_other_numerics_is_asked_if_no_other_replica_is_left():
+    new = replica("a", fingerprint="config=c weights=w numerics=new")
+    (asked,) = leave([prompt(1)], others=[new], fingerprint="config=c weights=w numerics=old").added
+    assert asked.record(PromptHold) is not None
 
 
 @pytest.mark.parametrize("others", [[], [replica("fake")], [replica("a", fingerprint="another model")],
