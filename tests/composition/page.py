@@ -30,8 +30,8 @@ drafts, tiers or other parts that only save time. Then the engine's books must b
 | `r` and a number | refused, with a typed error that names its reason |
 
 There are no other cells: a pair that gives other bits, or is refused without a reason, fails the test. `make test`
-runs a fifth of the pairs, another one each day, and `make test-all` runs all of them. `{command}` runs all and writes
-this page.
+runs two pairs of each part, others each day, and `make test-all` runs all of them. `{command}` runs all and writes this
+page.
 
 Where [determinism.md](determinism.md) promises no equal bits, two things are left out. One is `torch_compile`: to
 compile a tiny model takes half a minute of CPU time. The other is a router that transformers' own code multiplies
