@@ -27,7 +27,7 @@ from tests.models import make_model
 from tests.serve.fake_cluster import FakeCluster
 from tests.serve.serve_run import ServeRun, wait_until
 
-pytestmark = pytest.mark.serve
+pytestmark = [pytest.mark.serve, pytest.mark.slow]
 
 POOL = {"pool": "decode"}
 # Ray starts an idle process per CPU, so there are few
@@ -169,29 +169,26 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def serving(request, tmp_path_factory, folder) -> Iterator[Serving]:
-    """A node to spare, a model of four ranks and one that is there twice cost so much that only slow tests have
-    them."""
-    slow = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
-    names = list(DECODE) if slow else ["spread"]
+def serving(tmp_path_factory, folder) -> Iterator[Serving]:
+    """With a node to spare."""
     models = [
         {
             "name": name,
             "model": str(folder),
             "engine": {"tensor_parallel_size": RANKS[name], "device": "cpu", "num_gpu_blocks_override": 2048},
-            "decode": {"num_cpus": 0.25, "label_selector": POOL, **DECODE[name]},
+            "decode": {"num_cpus": 0.25, "label_selector": POOL, **pool},
         }
-        for name in names
+        for name, pool in DECODE.items()
     ]
     # where no test kills the node
     ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0.1, "label_selector": {"pool": "!decode"}}}
-    cluster = FakeCluster([HEAD, *[NODE] * (3 if slow else 2)])
+    cluster = FakeCluster([HEAD, *[NODE] * 3])
     args = {"models": models, "ingress": {"max_replays": 0}}  # so that the end of a replica shows
     server = ServeRun(tmp_path_factory.mktemp("serve"), args, address=cluster.address, deployments=[ingress])
-    serving = Serving(cluster, server, {name: int(DECODE[name].get("num_replicas", 1)) for name in names})
+    serving = Serving(cluster, server, {name: int(pool.get("num_replicas", 1)) for name, pool in DECODE.items()})
     try:
         serving.wait_for_all()
-        for model in names:
+        for model in DECODE:
             wait_until(lambda model=model: serving.ask(model).status_code == 200)
         yield serving
     finally:
@@ -213,7 +210,6 @@ def test_ranks_across_nodes_answer_as_one_rank_does(serving, folder):
         assert [text(serving.ask(model, prompt)) for prompt in PROMPTS] == alone, model
 
 
-@pytest.mark.slow  # placement/test_rank_order.py has the order without a cluster
 def test_rank_sees_the_one_gpu_of_its_bundle_and_neighbours_in_rank_are_neighbours_in_space(serving):
     ((a, b, c, d),) = [replica.ranks for replica in serving.replicas("gpus")]
     assert (a.node, c.node) == (b.node, d.node)
@@ -261,7 +257,6 @@ def streams(
     return running
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["rank 1", "rank 0", "replica actor"])
 def test_killed_process_ends_its_replica_and_a_new_one_serves(serving, victim):
     def kill(replica: Replica) -> None:
@@ -271,7 +266,6 @@ def test_killed_process_ends_its_replica_and_a_new_one_serves(serving, victim):
     strike(serving, "spread", f"SIGKILL of {victim}", kill)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0])
 def test_stopped_rank_is_noticed_and_replaced(serving, rank):
     strike(
@@ -279,7 +273,6 @@ def test_stopped_rank_is_noticed_and_replaced(serving, rank):
     )
 
 
-@pytest.mark.slow
 def test_two_replicas_do_not_disturb_each_other(serving):
     """Also when one of them dies."""
     victim, witness = serving.replicas("packed")
@@ -303,7 +296,6 @@ def test_two_replicas_do_not_disturb_each_other(serving):
     )
 
 
-@pytest.mark.slow
 def test_lost_node_ends_its_replicas_and_new_ones_serve_elsewhere(serving):
     """Up to nine ranks of other replicas start at the same time, on the same machine."""
 
@@ -313,7 +305,6 @@ def test_lost_node_ends_its_replicas_and_new_ones_serve_elsewhere(serving):
     strike(serving, "spread", "loss of rank 1's node", remove, limit_s=2 * SERVED_S)
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_no_rank_and_no_placement_group(serving):
     pids = [pid for model in serving.models for replica in serving.replicas(model) for pid in replica.pids]
     assert len(pids) == sum(replicas * (1 + RANKS[model]) for model, replicas in serving.models.items())
@@ -332,14 +323,12 @@ def mistake(tmp_path: Path, model: dict[str, Any], message: str) -> None:
         assert "Traceback" not in "".join(server.log)
 
 
-@pytest.mark.slow
 def test_spec_that_no_node_can_satisfy_is_refused_and_not_waited_for(tmp_path, folder):
     decode = {"num_cpus": 0.5, "num_gpus": 1, "accelerator_type": "H100"}
     message = "model 'tiny', decode: a replica needs 2 ranks, each with 0.5 CPU + 1 GPU + type H100"
     mistake(tmp_path, {"model": str(folder), "engine": {"tensor_parallel_size": 2}, "decode": decode}, message)
 
 
-@pytest.mark.slow
 def test_reason_of_a_rank_that_cannot_start_is_on_the_console(tmp_path):
     model = make_model(tmp_path, "llama", tokenizer=True, intermediate_size=81)
     message = "tensor_parallel_size must be a divisor of the model's"
