@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 def imported_modules(source: str) -> set[str]:
     """Full names of everything that is imported anywhere, functions and TYPE_CHECKING blocks included."""
     modules = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(source):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -22,10 +23,21 @@ def imported_modules(source: str) -> set[str]:
     return modules
 
 
+def statements(source: str) -> Iterator[ast.AST]:
+    """Yield all statements, those inside others too, without what they are made of, which is most of a tree."""
+    todo: list[ast.AST] = [ast.parse(source)]
+    while todo:
+        node = todo.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            todo += getattr(node, name, ())
+
+
 def imported_packages(source: str) -> set[str]:
     return {module.split(".")[0] for module in imported_modules(source)}
 
 
+@cache
 def imported_files(file: Path) -> set[Path]:
     """Files of the repository that a file imports, functions and TYPE_CHECKING blocks included."""
     found = set()
