@@ -64,9 +64,8 @@ class FakeEvent:
 
 
 @pytest.fixture
-def rehearsal(monkeypatch, request) -> None:
-    if "images" in request.node.name:  # transformers looks at torch.cuda as it is imported
-        importlib.import_module("engine.model.transformers_backend.vision")
+def rehearsal(monkeypatch) -> None:
+    importlib.import_module("engine.model.transformers_backend.vision")  # looks at torch.cuda as it is imported
     for name, value in SMALL.items():
         monkeypatch.setattr(parts, name, value)
     monkeypatch.setattr(card, "COPY_BYTES", 1024)
@@ -103,7 +102,8 @@ def rehearsal(monkeypatch, request) -> None:
 LIKE_OTHERS = (
     "decode 8B, batch 64", "profile 8B, batch 64", "top_k", "fp8", "30B-A3B, batch 64", "without graphs",
     "8192 tokens, torch.compile", "our attention", "batch 1, drafts", "batch 64, drafts by EAGLE-3",
-    "none in the batch", "Lite, batch 64",
+    "none in the batch", "Lite, batch 64", "0.6B, batch 256", "gpt-oss 20B, batch 64", "top_p", "30B-A3B, batch 1",
+    "100k among 63 of 1k", "batch 64, torch.compile",
 )  # fmt: skip
 
 
