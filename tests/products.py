@@ -41,6 +41,17 @@ def covering(together: int, slow_together: int, *factors: Iterable[Any]) -> list
     ]
 
 
+def few(count: int, values: Iterable[Any]) -> list[ParameterSet]:
+    """Return the values of one factor, or runs, of which the first `count` without the mark `slow` stay so, and the
+    others get it."""
+    found: list[ParameterSet] = []
+    for value in values:
+        param = value if isinstance(value, ParameterSet) else pytest.param(value)
+        is_ordinary = not param.marks and sum(not each.marks for each in found) < count
+        found.append(param if is_ordinary else pytest.param(*param.values, id=param.id, marks=pytest.mark.slow))
+    return found
+
+
 def slow(values: Iterable[Any]) -> list[ParameterSet]:
     """Return values of a factor, each with the mark `slow`."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]

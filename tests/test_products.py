@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.products import each_once, in_turns, pairwise
+from tests.products import each_once, few, in_turns, pairwise
 
 FACTORS = ["abcd", [1, 2, 3], [True, False]]
 
@@ -30,6 +30,12 @@ def test_values_that_are_slow_are_in_no_ordinary_run(chosen, number):
     params = chosen([1, 2, pytest.param(3, marks=pytest.mark.slow)], "abc")
     assert {run[0] for run in runs(params, slow=False)} == {1, 2} and len(runs(params, slow=False)) == 3
     assert {run[0] for run in runs(params, slow=True)} >= {3} and len(params) == number
+
+
+def test_few_of_the_ordinary_ones_stay_so_and_none_is_left_out():
+    params = few(1, [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, id="three")])
+    assert [(param.values, bool(param.marks)) for param in params] == [((1,), True), ((2,), False), ((3,), True)]
+    assert params[2].id == "three"
 
 
 @pytest.mark.parametrize("factors", [FACTORS, FACTORS[:2], [range(2)] * 4, [range(5), range(1), range(3)]])
