@@ -342,8 +342,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Whole engines of these, and on ranks, are run with the slow tests: they differ from others in their layers only.
 SLOW_ENGINES = (
+    "llama_tied",
+    "llama_rope_scaled",
+    "mistral",
+    "qwen2",
     "gemma2",
     "gemma3n",
+    "gemma4",
     "gemma4_moe",
     "gemma4_unified",
     "phi3",

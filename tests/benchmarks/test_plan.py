@@ -48,12 +48,14 @@ def planned(counted) -> dict[str, list[plan.Cost]]:
     return {part: [plan.Cost(*cost) for cost in of_part] for part, of_part in costs.items()}
 
 
+@pytest.mark.slow
 def test_all_parts_together_should_take_less_than_eight_minutes_and_each_less_than_its_limit(planned):
     assert list(planned) == [part.name for part in FIRST]
     assert sum(map(plan.seconds, planned.values())) < FIRST_S == 8 * 60
     assert {part.name for part in FIRST if not 0 < plan.seconds(planned[part.name]) < part.limit_s} == set()
 
 
+@pytest.mark.slow
 def test_steps_cost_what_they_are_expected_to_take_at_a_cards_rates(planned):
     case, steps = CASES["decode 8B, batch 64"], parts.WARM_STEPS + parts.STEPS + parts.PROFILED_STEPS
     expected = count(case).expected_s(plan.CARD, case)
@@ -61,6 +63,7 @@ def test_steps_cost_what_they_are_expected_to_take_at_a_cards_rates(planned):
     assert costs[f"{steps} steps of 64"] == pytest.approx(steps * expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_kernels_of_all_trials_are_compiled_as_they_are_launched_by_all_cores(counted):
     launches = counted["launches"]
     for name in ("attend_kernel", "linear_attention_kernel", "latent_kernel", "grouped_kernel"):
@@ -72,10 +75,12 @@ def test_kernels_of_all_trials_are_compiled_as_they_are_launched_by_all_cores(co
         assert costs[f"{len(launches)} kernels in {cores} processes"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_trial_compiles_nothing_that_the_engine_does_not_compile_anyway(counted):
     assert counted["more"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["8B, one engine", "decode 30B-A3B, batch 64"])
 def test_the_trial_at_an_engines_first_start_should_take_less_than_two_seconds(part, planned):
     costs = [

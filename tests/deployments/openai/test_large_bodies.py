@@ -262,6 +262,14 @@ LIKE_OTHERS = (
     "instruction to rank",
     "chat_template_kwargs to tokenize",
     "lists of token ids",
+    "text to tokenize",
+    "messages to tokenize",
+    "tools to tokenize",
+    "older pairs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
 )
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import hypothesis.strategies as st
 import msgspec
+import pytest
 from hypothesis import given
 
 from deployments.replicas import rebalancing
@@ -105,6 +106,7 @@ def test_requests_leave_after_each_period_with_preemptions_to_engines_of_the_sam
     assert engine.moved == [2]
 
 
+@pytest.mark.slow  # requests of real engines move in engine/kv_transfer/test_moves.py, too
 def test_requests_move_from_a_real_engine_without_blocks_to_an_idle_one_and_keep_their_texts():
     """The engine is asked after its first step with preemptions, in its own thread: later, too few may be left."""
     small, large = (make_config("pocket", num_gpu_blocks_override=blocks, max_model_len=256) for blocks in (20, 200))

@@ -35,6 +35,7 @@ from tests.fake_caches import split
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.late_engine import generate
 from tests.models import make_model, make_tokenizer, with_slow
+from tests.products import few
 from tests.sync_guard import HostWaits
 from tests.tape import TapedDevice
 from tests.vision_models import (
@@ -88,7 +89,7 @@ def prompts(name: str) -> list[Prompt]:
     ]
 
 
-@pytest.mark.parametrize("name", with_slow(MODELS, {"gemma4_moe", "qwen3_vl_moe", "qwen3_5_moe"}))
+@pytest.mark.parametrize("name", with_slow(MODELS, MODELS.keys() - QUICK - {"gemma3"}))
 def test_answers_about_images_are_those_of_transformers(folder, name):
     core, wanted = engine(folder(name)), prompts(name)
     expected = [expected_tokens(folder(name), prompt, MAX_TOKENS) for prompt in wanted]
@@ -186,7 +187,7 @@ def test_the_same_image_asked_about_ten_times_is_encoded_once(folder):
     core.close()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3", "qwen3_vl"])
+@pytest.mark.parametrize("name", few(2, ["gemma3", "qwen3_vl", "gemma4", "mistral3"]))
 def test_a_request_with_images_goes_on_after_preemption(folder, name):
     core = engine(folder(name), num_gpu_blocks_override=9, max_model_len=36, encoder_cache_size=9)
     wanted = [Prompt(name).text(5, 6).image(seed).text(7, 8, 9) for seed in (1, 2, 3)]
@@ -236,7 +237,7 @@ def test_two_ranks_answer_about_images_as_one_does(folder, name, tmp_path):
         assert run(llm._core, *wanted) == [expected_tokens(path, prompt, MAX_TOKENS) for prompt in wanted]
 
 
-@pytest.mark.parametrize("name", with_slow(MODELS, MODELS.keys() - {"gemma3", "mistral3", "qwen3_vl"}))
+@pytest.mark.parametrize("name", with_slow(MODELS, MODELS.keys() - {"qwen3_vl"}))
 def test_on_a_gpu_the_host_does_not_wait_for_images(folder, name, monkeypatch):
     for module in (vision, tower_attention):
         monkeypatch.setattr(module, "copy_to", lambda values, device: torch.from_numpy(np.asarray(values)).clone())
@@ -289,7 +290,7 @@ def test_images_of_any_size_are_encoded_by_one_call_as_alone(folder, name):
     core.close()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "mistral3"])
+@pytest.mark.parametrize("name", few(1, ["qwen2_5_vl", "gemma3", "mistral3"]))
 def test_a_gpu_encodes_the_images_of_a_step_by_one_call_where_the_tower_can(folder, name, monkeypatch):
     for module in (vision, tower_attention):
         monkeypatch.setattr(module, "copy_to", lambda values, device: torch.from_numpy(np.asarray(values)).clone())

@@ -134,7 +134,7 @@ def test_a_prefill_engine_refuses_an_image_that_does_not_fit_its_cache(engines):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("decode", "prefill"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("decode", "prefill"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_pools_of_unequal_size_answer_about_images_as_one_engine(tmp_path, ranks, decode, prefill):
     folder = make_vision_model(tmp_path, "qwen2_5_vl")
     options = {"max_num_batched_tokens": 5}

@@ -33,6 +33,7 @@ from engine.kv_transfer.transport.nixl import NixlTransport
 from engine.kv_transfer.transport.tcp import TcpTransport
 from tests.engine.kv_transfer.caches import SourceProcess, full_cache, shard_cache
 from tests.engine.kv_transfer.link import Link, address_of, with_address
+from tests.products import each_once, slow
 from tests.refused import Refused
 from tests.serve.serve_run import wait_until
 
@@ -195,8 +196,9 @@ def test_a_thread_of_ours_makes_nixls_progress_where_that_takes_a_context() -> N
         assert isinstance(transport._memory, WatchedMemory) and not transport._memory.strays
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("order", ["run", "scattered", "to a run", "from a run"])
+@pytest.mark.parametrize(
+    ("order", "dtype"), each_once(["run", "scattered", "to a run", "from a run"], [torch.float32, torch.bfloat16])
+)
 def test_blocks_arrive_bit_for_bit_and_no_others_change(make: Make, dtype: torch.dtype, order: str) -> None:
     there, here = full_cache(40, 2, dtype), full_cache(50, 2, dtype, seed=1)
     before = here.clone()
@@ -327,7 +329,7 @@ def test_a_read_that_is_stopped_before_it_starts_writes_nothing(make: Make) -> N
     assert torch.equal(here, before)
 
 
-@pytest.mark.parametrize("looks", [1, 2, 4, 8, 11])
+@pytest.mark.parametrize("looks", [1, 4, 11, *slow([2, 8])])
 def test_a_read_that_is_stopped_on_its_way_writes_nothing_more_and_spoils_no_other(make: Make, looks: int) -> None:
     blocks = 12 * tcp.FRAME_BYTES // full_cache(1, 2).nbytes
     there = full_cache(blocks, 2)

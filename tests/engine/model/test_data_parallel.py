@@ -30,7 +30,7 @@ from tests.batches import ByHand, load_by_hand
 from tests.engine.model.test_expert_parallel import MIXTURES, QUICK
 from tests.late_device import LateDevice
 from tests.models import make_model
-from tests.products import each_once, in_turns, pairwise, slow
+from tests.products import each_once, few, in_turns, pairwise, slow
 from tests.ranks import make_ranks, on_all
 
 Step = dict[int, list[int]] | None
@@ -76,7 +76,7 @@ def take(engine: ByHand, exchange: ExpertExchange | None, steps: Sequence[Step])
 
 @pytest.mark.parametrize(
     ("family", "layout", "exchange"),
-    each_once(QUICK, LAYOUTS, EXCHANGES) + in_turns(slow(LIKE_OTHERS), LAYOUTS, EXCHANGES),
+    few(2, each_once(QUICK, LAYOUTS, EXCHANGES)) + in_turns(slow(LIKE_OTHERS), LAYOUTS, EXCHANGES),
 )
 def test_engines_that_share_experts_have_the_logits_of_the_whole_model(tmp_path, family, layout, exchange):
     (size, ranks), folder = layout, make_model(tmp_path, family)

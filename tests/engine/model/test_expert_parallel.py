@@ -23,7 +23,7 @@ from tests.batches import ByHand, load_by_hand
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.models import FAMILIES, HYBRIDS, make_model, with_slow
 from tests.mxfp4_files import make_mxfp4
-from tests.products import each_once, in_turns, slow
+from tests.products import each_once, few, in_turns, slow
 from tests.ranks import make_plans, make_ranks, on_all, plans_of
 
 MIXTURES = [
@@ -67,7 +67,7 @@ def experts_of(model: ByHand) -> int:
 
 @pytest.mark.parametrize(
     ("dtype", "family"),
-    each_once([torch.bfloat16, torch.float32], QUICK)
+    few(2, each_once([torch.bfloat16, torch.float32], QUICK))
     + in_turns([torch.bfloat16, torch.float32], slow([name for name in MIXTURES if name not in QUICK])),
 )
 def test_in_a_fixed_order_whole_experts_give_the_bits_of_slices_on_any_number_of_ranks(tmp_path, family, dtype):

@@ -15,7 +15,7 @@ from engine.wire.parts.speculation import SpecDecodeStats
 from tests.engine.model.test_parity import Reference, Run
 from tests.fake_drafter import WildDrafter, draft_always
 from tests.models import HYBRIDS, make_model, with_slow
-from tests.products import in_turns, pairwise, slow
+from tests.products import each_once, in_turns, slow
 
 LENGTHS = (70, 1, 64, 130, 63)
 IN_EVERY_RUN = ("qwen3_5", "nemotron_h")
@@ -33,7 +33,7 @@ def reference(request, tmp_path_factory) -> Reference:
 
 @pytest.mark.parametrize(
     ("reference", "options", "overlap"),
-    pairwise(
+    each_once(
         FAMILIES,
         [{}, {"max_num_batched_tokens": 13, "max_num_seqs": 3}, {"num_gpu_blocks_override": 46}],
         [False, True],
@@ -63,7 +63,7 @@ def test_a_prompt_that_was_seen_goes_on_from_its_last_border(reference):
 
 @pytest.mark.parametrize(
     ("reference", "dtype"),
-    pairwise(IN_EVERY_RUN, ["float32", "bfloat16"]) + in_turns(slow(LIKE_THEM), ["float32", "bfloat16"]),
+    each_once(IN_EVERY_RUN, ["float32", "bfloat16"]) + in_turns(slow(LIKE_THEM), ["float32", "bfloat16"]),
     indirect=["reference"],
 )
 def test_drafts_change_no_bit(reference, dtype, monkeypatch):

@@ -72,6 +72,7 @@ OF_EVERY_FAMILY = (
     "test_prompts_whose_prefix_is_cached",
     "test_requests_that_are_preempted",
 )
+CUT = OF_EVERY_FAMILY[1:3]  # which ordinary runs try with a family of each kind
 IN_EVERY_TEST = ("llama", "gemma2")  # the second caps its logits, of which log-probabilities are made
 SCALED = (
     "llama_rope_scaled",
@@ -111,7 +112,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         in_turn = len(loops) == 1 or (i + len(test)) % 2 == overlap
         if not (name in IN_EVERY_TEST or (in_turn and (name in meant or test in OF_EVERY_FAMILY))):
             continue
-        quick = in_turn and name not in SLOW and (name in IN_EVERY_TEST or test in OF_EVERY_FAMILY)
+        quick = in_turn and name not in SLOW and (name in IN_EVERY_TEST or test in CUT)
         marks = [] if quick else [pytest.mark.slow]
         id_ = f"{name}-{'overlap' if overlap else 'plain'}" if len(loops) > 1 else name
         values = (name, overlap) if len(loops) > 1 else (name,)

@@ -21,7 +21,7 @@ from engine.offline.llm import LLM
 from engine.wire.sampling_params import SamplingParams
 from tests.engine.model.quantization.checkpoints import FORMATS, quantize_folder
 from tests.models import CHAT_TEMPLATE, EOS, FAMILIES, make_model, make_tokenizer
-from tests.products import each_once, pairwise
+from tests.products import each_once, few, pairwise
 from tests.transformers_models import make_transformers_model
 
 MESSAGES = [{"role": "user", "content": "What is the meaning of this word?"}]
@@ -148,7 +148,7 @@ def answer_of_manta(folder: Path) -> tuple[list[int], list[int]]:
         return output.prompt_token_ids, output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize(("kind", "name"), each_once(FOLDERS, [NATIVE, BY_TRANSFORMERS]))
+@pytest.mark.parametrize(("kind", "name"), few(6, each_once(FOLDERS, [NATIVE, BY_TRANSFORMERS])))
 def test_a_folder_gives_the_tokens_that_transformers_gives(tmp_path, name, kind):
     change, fields = FOLDERS[kind]
     folder = make(tmp_path, name, **{"tie_word_embeddings": False, **fields})
@@ -158,7 +158,7 @@ def test_a_folder_gives_the_tokens_that_transformers_gives(tmp_path, name, kind)
 
 @pytest.mark.parametrize(
     ("place", "prefix", "name"),
-    pairwise(["config.json", "text_config"], ["model.language_model.", "language_model.model."], MULTIMODAL),
+    few(2, pairwise(["config.json", "text_config"], ["model.language_model.", "language_model.model."], MULTIMODAL)),
 )
 def test_the_text_part_of_a_multimodal_folder_ends_where_transformers_ends(tmp_path, name, prefix, place):
     """prefix: of transformers 5, and of transformers 4, whose head and vision tensors are then named otherwise too."""

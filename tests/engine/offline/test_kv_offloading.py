@@ -36,6 +36,7 @@ from engine.wire.parts.kv_offload import KVOffloadStats
 from engine.wire.sampling_params import SamplingParams
 from tests.deltas import deltas_of
 from tests.models import with_slow
+from tests.products import few
 from tests.rank_pool import RankPool
 
 PROMPT = [3 + 7 * i % 90 for i in range(150)]
@@ -119,7 +120,7 @@ def test_a_second_start_continues_from_the_disk_of_the_first(folder_of, plainly,
     assert stats.tiers["disk"].errors == {}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(1, FAMILIES))
 def test_host_memory_keeps_what_the_cache_evicts(folder_of, plainly, family):
     with engine(folder_of(family), kv_offloading_size=SIZE) as core:
         assert answer(core, PROMPT)[0] == plainly(family)[0]

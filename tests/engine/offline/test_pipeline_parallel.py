@@ -85,7 +85,7 @@ def on_one_rank(pool, folder_of):
     ("family", "dtype", "shape", "overlap"),
     [
         ("llama", "float32", (2, 1), False),
-        ("qwen3_next", "float32", (2, 1), None),
+        pytest.param("qwen3_next", "float32", (2, 1), None, marks=pytest.mark.slow),
         *pairwise(slow(LAYERS), ["float32", "bfloat16"], SHAPES, [False, None]),
     ],
 )

@@ -18,6 +18,7 @@ from engine.wire.sampling_params import SamplingParams
 from tests.engine.offline.test_expert_moves import often
 from tests.late_engine import answer, generate, requests, small_config, use_device
 from tests.models import make_model
+from tests.products import few
 from tests.shared_engines import run_rank, running
 from tests.tape import TapedDevice
 
@@ -43,7 +44,7 @@ def sharing(folder: Any, **options: Any) -> EngineConfig:
     return small_config(folder, data_parallel_size=2, enable_expert_parallel=True, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative_config": NGRAM}, {"async_scheduling": False}])
+@pytest.mark.parametrize("options", few(1, [{"speculative_config": NGRAM}, {}, {"async_scheduling": False}]))
 def test_engines_with_unequal_steps_replay_graphs_of_one_size_with_the_texts_of_one_engine_without_graphs(
     pool, tmp_path, monkeypatch, device, options
 ):

@@ -19,7 +19,7 @@ from engine.wire.stats.engine_stats import EngineStats
 from engine.wire.token_delta import TokenLogprob
 from tests.deltas import deltas_of
 from tests.models import FAMILIES, make_model, with_slow
-from tests.products import each_once, in_turns, pairwise, slow
+from tests.products import each_once, few, in_turns, pairwise, slow
 from tests.rank_pool import RankPool
 
 MAX_TOKENS = 12
@@ -140,7 +140,7 @@ def run_mixed(core: EngineCore, preempts: bool = True, hits: bool = True) -> Out
 
 @pytest.mark.parametrize(
     ("variant", "size", "overlap"),
-    each_once(["qwen3_moe", "deepseek_v3"], [2, 4], [True, False])
+    few(1, each_once(["qwen3_moe", "deepseek_v3"], [2, 4], [True, False]))
     + in_turns(slow(OTHERS), [2, 4], [True, False])
     + each_once(with_slow(ODD, ["llama_one_kv_head", "llama_biases"]), [2, 4], [True, False]),
 )

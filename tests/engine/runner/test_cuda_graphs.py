@@ -43,7 +43,7 @@ from tests.tape import TapedDevice
 GRAPHED = [family for family, (_, fields) in FAMILIES.items() if "index_topk" not in fields]  # not sparse attention
 
 
-@pytest.mark.parametrize("family", with_slow(GRAPHED, set(GRAPHED) - {"qwen3_moe", "gemma3"}))
+@pytest.mark.parametrize("family", with_slow(GRAPHED, set(GRAPHED) - {"qwen3_moe"}))
 def test_a_model_gives_the_same_tokens_with_padded_graphs_as_plainly_on_a_cpu(family, folder_of, monkeypatch):
     monkeypatch.setattr(
         "engine.runner.graphs.gpu_layers.can_capture", lambda setup: True

@@ -108,6 +108,7 @@ def test_a_compiled_model_has_the_logits_of_the_plain_one_for_any_number_of_toke
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.slow
 def test_products_with_quantized_weights_stay_what_they_are(tmp_path):
     source = make_model(tmp_path / "source", "qwen2", hidden_size=64, intermediate_size=96)
     quantize_folder(source, tmp_path / "model", tmp_path / "twin", *W8A8)

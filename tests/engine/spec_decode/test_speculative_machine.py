@@ -214,5 +214,5 @@ def case_of(method: str) -> type:
 
 TestNgram, TestSuffix, TestDraftModel, TestSameModel, TestNoisyModel, TestEagle3, TestMTP, *_ = map(case_of, DRAFTERS)
 TestHybridNgram, TestHybridModel, TestHybridMTP = map(case_of, DRAFTERS[-3:])
-for like_another in (TestSameModel, TestHybridModel):
+for like_another in (TestSameModel, TestNoisyModel, TestSuffix, TestHybridModel, TestHybridMTP):
     like_another.pytestmark = pytest.mark.slow

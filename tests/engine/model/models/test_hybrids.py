@@ -8,7 +8,7 @@ import transformers
 
 from tests.batches import load_by_hand
 from tests.models import HYBRIDS, make_model, with_slow
-from tests.products import each_once
+from tests.products import each_once, few
 from tests.ranks import check_ranks, make_plans, on_all
 from tests.state_batches import same_bits
 
@@ -53,7 +53,7 @@ def test_both_of_two_ranks_have_the_logits_of_the_unsharded_model(tmp_path, fami
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), each_once(with_slow(FAMILIES, ["falcon_h1"]), [torch.float32, torch.bfloat16])
+    ("family", "dtype"), few(1, each_once(with_slow(FAMILIES, ["falcon_h1"]), [torch.float32, torch.bfloat16]))
 )
 def test_with_strict_determinism_ranks_have_the_bits_of_one(tmp_path, family, dtype):
     # six heads do not divide among four ranks, nor do two

@@ -62,6 +62,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# full attention, windows, capped logits, experts with sinks, latents, and latents that choose what they see
+EACH_KIND = {"llama", "gemma3", "gemma2", "gpt_oss", "deepseek_v3", "deepseek_v32"}
+
+
 class Pair:
     """One model twice: transformers' and ours."""
 
@@ -109,7 +113,7 @@ def test_a_sequence_past_the_original_context_turns_by_the_long_factors(tmp_path
     torch.testing.assert_close(pair.by_hand().step({0: prompt}), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", with_slow(FAMILIES))
+@pytest.mark.parametrize("family", with_slow(FAMILIES, FAMILIES.keys() - EACH_KIND))
 @torch.inference_mode()
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path, family):
     total = their_total = 0.0
@@ -125,7 +129,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(tmp_path, family):
     assert total < 1.2 * their_total
 
 
-@pytest.mark.parametrize("variant", with_slow(VARIANTS))
+@pytest.mark.parametrize("variant", with_slow(VARIANTS, VARIANTS.keys() - EACH_KIND))
 @torch.inference_mode()
 def test_greedy_tokens_of_mixed_chunked_sequences_equal_those_of_transformers(pair_of, variant):
     pair = pair_of(variant)

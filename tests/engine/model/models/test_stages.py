@@ -17,7 +17,7 @@ from engine.model.shard import ShardPlan
 from engine.model.stage import check_stages, config_of, nth_stage
 from engine.options.handoff import HandoffConfig
 from tests.batches import ByHand, load_by_hand
-from tests.models import FAMILIES, HYBRIDS, make_model
+from tests.models import FAMILIES, HYBRIDS, make_model, with_slow
 
 REFUSED = {"gemma3n", "gemma4", "gemma4_moe", "gemma4_unified", "deepseek_v32", "glm_moe_dsa"}
 
@@ -45,7 +45,7 @@ def load_stage(folder, cfg: ModelConfig, stage: int) -> ByHand:
     return ByHand(Part(model), part, tp=ShardPlan())
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("family", with_slow([*FAMILIES, *HYBRIDS]))
 def test_stages_of_one_layer_give_the_bits_of_the_whole_model_in_every_family_or_are_refused(tmp_path, family):
     folder = make_model(tmp_path, family)
     cfg = ModelConfig.from_folder(folder)

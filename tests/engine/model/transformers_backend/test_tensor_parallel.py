@@ -12,6 +12,7 @@ from engine.model.families.transformers_family import ONE_RANK, TRANSFORMERS
 from engine.model.models.registry import build_model
 from engine.model.shard import ShardPlan
 from tests.models import with_slow
+from tests.products import few
 from tests.ranks import check_ranks
 from tests.transformers_models import TEXT_PARTS, make_transformers_model
 
@@ -29,7 +30,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", few(2, SPLIT))
 def test_every_rank_has_the_logits_of_the_unsharded_model(tmp_path, name):
     check_ranks(make_transformers_model(tmp_path, name), 2)
 

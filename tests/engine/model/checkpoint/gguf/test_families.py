@@ -17,7 +17,7 @@ from engine.model.ops.cpu.quantized_linear import Integers
 from tests.batches import load_by_hand
 from tests.gguf_files import ARCHITECTURES, WIDE, write_gguf
 from tests.models import FAMILIES, HYBRIDS, make_model
-from tests.products import in_turns, pairwise, slow
+from tests.products import each_once, in_turns, pairwise, slow
 from tests.ranks import make_plans, on_all
 from tests.transformers_models import make_transformers_model
 
@@ -125,13 +125,16 @@ def test_weights_stay_in_blocks_and_mean_the_same_in_bfloat16(tmp_path, type):
     assert error(packed.step({0: PROMPT}), load_by_hand(numbers).step({0: PROMPT})) < 0.06
 
 
-@pytest.mark.parametrize("type", ["Q4_1", "Q8_0", "Q6_K"])
 @pytest.mark.parametrize(
-    ("family", "spread"),
-    [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True), ("qwen3_5", False), ("granite4_moe", True)],
+    ("layout", "type"),
+    each_once(
+        [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True), ("qwen3_5", False), ("granite4_moe", True)],
+        ["Q4_1", "Q8_0", "Q6_K"],
+    ),
 )
-def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, family, spread, type):
+def test_two_ranks_read_their_parts_of_the_blocks(tmp_path, layout, type):
     """Of 256 numbers that are in one block, too."""
+    family, spread = layout
     file, numbers = make(tmp_path, family, type)
     folder, ranks = resolve(str(file)), make_plans(2, expert_parallel=spread)
     parts = [load_by_hand(folder, tp) for tp in ranks]
