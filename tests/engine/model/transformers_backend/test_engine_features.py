@@ -18,6 +18,7 @@ from tests.engine.model.quantization.test_checkpoints import FORMATS
 from tests.engine.model.transformers_backend.test_parity import random_prompt, run
 from tests.late_device import LateDevice
 from tests.models import FAMILIES, make_model, with_slow
+from tests.products import few
 from tests.transformers_models import make_transformers_model
 
 
@@ -36,7 +37,7 @@ def make_config(folder, **options) -> EngineConfig:
     "name",
     with_slow(
         ["SmolLM3ForCausalLM", "Olmo2ForCausalLM", "VaultGemmaForCausalLM", "PhimoeForCausalLM"],
-        ["SmolLM3ForCausalLM", "Olmo2ForCausalLM"],
+        ["SmolLM3ForCausalLM", "Olmo2ForCausalLM", "VaultGemmaForCausalLM"],
     ),
 )
 def test_padded_graphs_give_the_tokens_of_plain_steps(tmp_path, monkeypatch, name):
@@ -53,7 +54,7 @@ def test_padded_graphs_give_the_tokens_of_plain_steps(tmp_path, monkeypatch, nam
     graphs.close()
 
 
-@pytest.mark.parametrize("name", ["fp8_blocks", "awq", "gptq"])
+@pytest.mark.parametrize("name", few(1, ["gptq", "fp8_blocks", "awq"]))
 def test_quantized_weights_give_the_logits_of_the_weights_that_are_meant(tmp_path, name):
     shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "moe_intermediate_size": 32}
     source = make_transformers_model(tmp_path / "source", "Dots1ForCausalLM", **shape)
