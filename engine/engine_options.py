@@ -14,9 +14,9 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 GPU_DEFAULTS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 
 LIMITS = {
-    "at least 1": "max_num_batched_tokens max_num_seqs max_waiting tensor_parallel_size block_size "
-    "num_gpu_blocks_override max_model_len num_threads kv_cache_memory_bytes",
-    "at least 0": "prefix_cache_retention_interval",
+    "at least 1": "max_num_batched_tokens max_num_seqs max_num_partial_prefills max_long_partial_prefills max_waiting "
+    "tensor_parallel_size block_size num_gpu_blocks_override max_model_len num_threads kv_cache_memory_bytes",
+    "at least 0": "prefix_cache_retention_interval max_prefill_step_s long_prefill_token_threshold",
     "above 0 and at most 1": "gpu_memory_utilization",
 }
 
@@ -64,6 +64,25 @@ class EngineOptions:
         2048,
         "Maximum number of tokens per step, over all sequences. If it is not set, the offline `LLM` on a GPU and pools "
         "with GPUs use 8192.",
+    )
+    max_prefill_step_s: float = option(
+        0.05,
+        "Time in seconds that a step with prompts is to take at most. The engine learns how many tokens of prompts fit "
+        "into it; a sixteenth of `max_num_batched_tokens` always do. 0 sets no limit (docs/scheduling.md).",
+    )
+    long_prefill_token_threshold: int = option(
+        0,
+        "Maximum number of tokens of one prompt per step, as long as there are other requests. 0 sets no limit.",
+    )
+    max_num_partial_prefills: int | None = option(
+        None,
+        "Maximum number of prompts that are computed in part at a time. A prompt that fits into the step may start all "
+        "the same. Default: no limit.",
+    )
+    max_long_partial_prefills: int | None = option(
+        None,
+        "The same of prompts that have more than `long_prefill_token_threshold` tokens to compute, or, if that is not "
+        "set, more than 4 % of `max_model_len`. Default: no limit.",
     )
     max_num_seqs: int = option(
         128,

@@ -383,6 +383,7 @@ class Harness:
         self.cached_of: dict[str, int] = {}
         self.plans: list[StepPlan] = []
         self.now = 0.0
+        self.seconds: Callable[[StepPlan], float] = lambda plan: 0.0  # that a step takes
         self.clock = 0.0  # of the ledger alone
         self.tiers = [] if offloading is None else offloading.tiers
         tiers = [usage for tier in self.tiers for usage in tier.usages]
@@ -473,7 +474,9 @@ class Harness:
             self.ledger.step(
                 StepWork.of(self.scheduler.planned[0][0]), *self.scheduler.planned[0], self.clock - 0.0001, self.tick()
             )
-            self.scheduler.commit(result, now=self.now)
+            step_s = self.seconds(self.scheduler.planned[0][0])
+            self.now += step_s
+            self.scheduler.commit(result, self.now, step_s)
             self.record()
             self.submit()
 

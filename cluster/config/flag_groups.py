@@ -38,7 +38,8 @@ GROUPS = {  # name -> what it is about, and its flags
     ),
     "SchedulerConfig": (
         "Size of a step, number and order of requests",
-        "max_num_seqs max_num_batched_tokens max_waiting scheduling_policy async_scheduling",
+        "max_num_seqs max_num_batched_tokens max_prefill_step_s long_prefill_token_threshold max_num_partial_prefills "
+        "max_long_partial_prefills max_waiting scheduling_policy async_scheduling",
     ),
     "LoRAConfig": (
         "LoRA adapters",

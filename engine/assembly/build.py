@@ -118,4 +118,5 @@ def make_limits(loaded: Loaded) -> ModelLimits:
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids),
         chunked_prefill=not model.bidirectional,
+        longest_span=model.longest_span,
     )

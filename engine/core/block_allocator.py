@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from engine.core.door.part import Parts
 from engine.core.kv_cache_manager import KVCacheManager
@@ -39,11 +40,12 @@ class BlockAllocator:
                 return False
             self._preempt(with_kv[-1])
 
-    def grow(self, request: Request, tokens: int) -> bool:
+    def grow(self, request: Request, tokens: int, planned: Sequence[Request] = ()) -> bool:
         """Give a running request blocks for `tokens` tokens in all. Returns False if the request itself was preempted,
-        or has to wait because another engine is reading its blocks."""
+        or has to wait because another engine is reading its blocks, or because the later ones are in `planned`: the
+        step that is being planned computes them."""
         while not self._kv_cache.grow(request, tokens):
-            victim = self._victim(request)
+            victim = self._victim(request, planned)
             if victim is None:
                 return False
             self._preempt(victim)
@@ -51,7 +53,7 @@ class BlockAllocator:
                 return False
         return True
 
-    def _victim(self, request: Request) -> Request | None:
+    def _victim(self, request: Request, planned: Sequence[Request]) -> Request | None:
         """Return the request to preempt among those later than `request`, or `request` itself if there is none.
 
         Requests that only wait for a slot come first, then those with the fewest unshared blocks, then the newest. A
@@ -59,6 +61,10 @@ class BlockAllocator:
         """
         unshared, waiting = self._kv_cache.num_unshared, State.WAITING
         later = [r for r in [*self._queue.running, *self._queue.waiting_with_kv] if r.order > request.order]
+        if planned and later:
+            later = [r for r in later if r not in planned]
+            if not any(map(unshared, later)):
+                return None
         victims = [r for r in [*filter(unshared, later), request] if not r.asked_by]
         return max(victims, key=lambda r: (r is not request, r.state is waiting, -unshared(r), r.order), default=None)
 

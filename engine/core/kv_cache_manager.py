@@ -43,8 +43,21 @@ class KVCacheManager:
                 count = shorten(request, group.longest_hit(request.hashes(count, size), below), size)
         return count
 
+    def likely_hit(self, request: Request) -> int:
+        """Return about how many leading tokens of a request are cached: a look at the first group, which hashes no
+        blocks much behind the first that is missing."""
+        if not self.pool.enable_prefix_caching or request.prefix.skip_reading:
+            return 0
+        size = self.pool.block_size
+        full, known, looked = (len(request.tokens) - 1) // size, 0, 0
+        while known == looked < full:
+            looked = min(full, 2 * looked + 1)
+            known = self.groups[0].longest_hit(request.hashes(looked, size))
+        return known * size
+
     def in_flight(self, request: Request, matched: int, running: Sequence[Request]) -> bool:
-        """Return whether a running request computes what comes after the `matched` blocks, which is then cached."""
+        """Return whether a running request has to compute what comes after the `matched` blocks, which is then
+        cached."""
         reads = self.pool.enable_prefix_caching and not request.prefix.skip_reading
         return reads and any(group.in_flight(request, matched, running) for group in self.groups)
 

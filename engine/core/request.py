@@ -102,6 +102,8 @@ class Request:
     order: tuple[int, int] = (0, 0)
     """(priority, arrival number); the smallest is served first."""
     reply_to: str = ""
+    client: str = ""
+    """Client with whose other requests it shares its turns; empty if unknown."""
     state: State = State.WAITING
     computed: int = 0
     """Tokens whose KV exists once all planned steps have run. With overlap a step is planned before the previous one
@@ -120,6 +122,11 @@ class Request:
     slot: int = -1
     """Row of the runner's per-sequence state; -1 unless running."""
     num_preemptions: int = 0
+    expected: int = 0
+    """While it waits for blocks, how many tokens it has to compute, as the prefix cache told when it was last looked
+    for; 0 until then."""
+    overtaken: int = 0
+    """Tokens to compute of later requests that got blocks while it waited for its own."""
     timeline: list[TimelineEvent] = field(default_factory=list)
     """Events since its last delta."""
     prefix: PrefixUse = field(default_factory=PrefixUse)
@@ -157,6 +164,7 @@ class Request:
             seed=seed_of(message.request_id) if params.seed is None else params.seed % 2**64,
             clock=RequestClock(now, None if message.timeout_s is None else now + message.timeout_s),
             reply_to=message.reply_to,
+            client=message.client,
             prefix=PrefixUse(message.cache_salt, skip_reading=params.prompt_logprobs is not None),
             generates=generates,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],

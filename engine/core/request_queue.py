@@ -47,8 +47,16 @@ class RequestQueue:
         self.wait(request)
 
     def wait(self, request: Request) -> None:
-        request.state = State.WAITING
+        request.state, request.expected = State.WAITING, 0
         insort(self.waiting, request, key=lambda r: r.order)
+
+    def overtake(self, request: Request, tokens: int) -> None:
+        """Record that a waiting request gets blocks before earlier ones that have none. tokens: those to compute."""
+        for earlier in self.waiting:
+            if earlier.order >= request.order:
+                return
+            if not earlier.tables:
+                earlier.overtaken += tokens
 
     def run(self, request: Request) -> None:
         """Move a waiting request into a free slot."""

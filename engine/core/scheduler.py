@@ -18,6 +18,7 @@ from engine.core.door.part import Part, Parts
 from engine.core.door.request_checks import RequestChecks
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import Event, StopConditions, last_delta, tokens_delta
+from engine.core.prompt_budget import PromptBudget
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.core.stats import RequestMetrics, SchedulerStats
@@ -43,9 +44,9 @@ class Scheduler:
     leaves (door/outputs.py). A second step may be planned before the first is committed; the tokens that the first will
     sample are then counted as `in_flight`.
 
-    Requests are served in `order` (priority, then arrival). Running requests come first. Each leaves one token of the
-    budget for every request behind it, so a long prompt never stops the decoding of others. When blocks run out, only
-    requests later in the order are preempted: the first in order always makes progress, so every request finishes.
+    Requests decode in `order` (priority, then arrival). Each leaves one token of the budget for every other running
+    request, and prompts get what is left, running and waiting ones by the rule of PromptBudget. When blocks run out,
+    only requests later in the order are preempted: the first in order always makes progress, so every request finishes.
 
     Optional features are `parts` (part.py), which the scheduler calls where they affect its decisions.
     """
@@ -66,6 +67,7 @@ class Scheduler:
         self.parts = Parts(parts)
         self.queue = RequestQueue(config.max_num_seqs, self.parts.stopped)
         self.offers = Offers(self.parts.offer, compute_s, self.block_size)
+        self.prompts = PromptBudget(config, kv_cache, limits)
         self._checks = RequestChecks(limits, self.parts)
         self.totals = SchedulerStats()
         self.metrics = RequestMetrics()
@@ -197,12 +199,12 @@ class Scheduler:
         if not all(may_plan(self.planned, len(self.queue.running)) for may_plan in self.parts.may_plan):
             return None
         before = self.totals.preemptions
-        budget = self._plan_running()
-        if not self._builder.requests:
-            self._start_step(len(self.queue.running))  # a preempted request may have used them up
+        budget, prompts = self._plan_decodes()
         # a step that preempts starts no request, unless it preempted all running ones: then the next in order starts
-        if self.totals.preemptions == before or not self._builder.requests:
-            self._admit(budget, now)
+        self._plan_prompts(prompts, budget, now, may_start=self.totals.preemptions == before)
+        if not self._builder.requests and self.totals.preemptions > before:
+            self._start_step(len(self.queue.running))  # a preempted request may have used them up
+            self._plan_prompts([], self.config.max_num_batched_tokens, now, may_start=True)
         if not self._builder.requests:
             return None
         self.totals.steps += 1
@@ -215,26 +217,110 @@ class Scheduler:
         self.planned.append((plan, builder.requests))
         return plan
 
-    def _plan_running(self) -> int:
-        """Plan all running requests, in order. Returns the tokens left for waiting ones."""
-        budget, queue = self.config.max_num_batched_tokens, list(self.queue.running)
-        limits, drafters = self.parts.up_to, self.parts.drafts
-        self._start_step(len(queue))
-        for behind, request in zip(range(len(queue) - 1, -1, -1), queue, strict=True):
+    def _plan_decodes(self) -> tuple[int, list[Request]]:
+        """Plan the running requests that lack one token, in order. Returns the tokens left for others, and the running
+        requests that lack more: prompts."""
+        budget, queue, prompts = self.config.max_num_batched_tokens, list(self.queue.running), list[Request]()
+        limits, drafters, unplanned = self.parts.up_to, self.parts.drafts, len(queue)
+        self._start_step(unplanned)
+        kept = self.prompts.least if drafters and any(request.pending > 1 for request in queue) else 0  # from drafts
+        for request in queue:
             if request.state is not State.RUNNING or request.is_undecided:
+                unplanned -= 1
                 continue  # the first of these were preempted by one before them
-            pending, left = request.pending, budget - behind
-            count = pending if pending <= left else left
+            count = request.pending
+            if count > 1:
+                if request is queue[0] and request.computed >= request.capacity and self._limit(request, 1):
+                    self._blocks.grow(request, request.computed + 1)  # as long as all others can be preempted for it
+                prompts.append(request)
+                continue
+            unplanned -= 1
             for up_to in limits:
                 count = up_to(request, count)
             tokens = request.computed + count
             if count > 0 and (tokens <= request.capacity or self._blocks.grow(request, tokens)):
                 drafts: list[int] = []
+                room = max(budget - unplanned - kept, count) - count
                 for draft in drafters:
-                    drafts += draft(request, count, left - count - len(drafts))
+                    drafts += draft(request, count, room - len(drafts))
                 self._builder.compute(request, count, drafts)
                 budget -= count + len(drafts)
-        return budget
+        return budget, prompts
+
+    def _plan_prompts(self, running: list[Request], budget: int, now: float, *, may_start: bool) -> None:
+        """Plan prompts, those that run and those that wait, by the rule of PromptBudget, while tokens, slots and blocks
+        last. may_start: whether waiting ones may start."""
+        prompts = [request for request in running if request.state is State.RUNNING]
+        waiting = self._startable() if may_start else []
+        if not prompts and not waiting:
+            return
+        left, oldest = self.prompts.tokens(budget), min(prompts[:1] + waiting[:1], key=lambda r: r.order)
+        for request in waiting:
+            overdue = self.prompts.is_overdue(request)
+            if (overdue or request is oldest) and not self._admit(request, left, prompts, now) and overdue:
+                waiting = [other for other in waiting if other.order < request.order]
+                break
+        oldest = min(prompts, key=lambda r: r.order, default=oldest)
+        kept, blocked = self.prompts.kept_for(oldest, left) if prompts else 0, math.inf
+        for request in self.prompts.ranked({*prompts, *waiting}):
+            if request is oldest:
+                kept = 0
+            ran, expected = request in running, self.prompts.left_of(request)
+            may_start = not ran and request.state is State.WAITING and expected < blocked
+            if may_start and not self._admit(request, left - kept, prompts, now):
+                blocked = expected  # nor are there blocks for longer ones
+            if request.state is State.RUNNING:
+                left -= self._compute(request, left - kept, may_grow=ran)
+
+    def _startable(self) -> list[Request]:
+        """Return the waiting requests that lack nothing but tokens, blocks or a slot, in order. If none of them can get
+        these, there is at most one."""
+        found, receive = list[Request](), self.parts.may_receive
+        for request in self.queue.waiting:
+            if request.in_flight:
+                break  # it was preempted, and its last token has not arrived yet
+            if request.is_undecided:
+                continue  # its next mask is still being computed, which may take long
+            if not all(may_start(request) for may_start in self.parts.may_start):
+                continue  # what it needs is still on its way
+            found.append(request)
+            if not (self.queue.has_free_slot or receive):
+                break
+        return found
+
+    def _admit(self, request: Request, room: int, prompts: list[Request], now: float) -> bool:
+        """Start a waiting request, if it can get blocks and a slot, and the step has room for some of its tokens.
+        prompts: those that are being computed, to which it is added. Returns False if it has to wait for blocks or for
+        a slot."""
+        fits = self.prompts.left_of(request) <= room
+        if not fits and not self.prompts.may_be_partial(request, prompts):
+            return True
+        startable = room >= self.prompts.needed(request) and self.queue.has_free_slot
+        if not request.tables and not self._reserve(request, startable, now):
+            return False
+        if startable and request.tables and request.state is State.WAITING:
+            self._start(request)
+            prompts.append(request)
+        return True
+
+    def _compute(self, request: Request, room: int, *, may_grow: bool) -> int:
+        """Plan the next tokens of a prompt, as far as the step has room for them. Returns how many. may_grow: whether
+        others may be preempted for its blocks."""
+        count = self.prompts.chunk(request, room, alone=len(self.queue.live) == 1)
+        if not may_grow:
+            count = min(count, request.capacity - request.computed)
+        count = self._limit(request, count)
+        tokens = request.computed + count
+        if tokens > request.capacity and not self._blocks.grow(request, tokens, self._builder.requests):
+            count = min(count, request.capacity - request.computed)  # 0 if it was preempted itself
+        if count > 0:
+            self._builder.compute(request, count)
+        return max(0, count)
+
+    def _limit(self, request: Request, count: int) -> int:
+        for up_to in self.parts.up_to:
+            count = up_to(request, count)
+        return count
 
     def _start_step(self, sequences: int) -> None:
         for start_step in self.parts.start_step:
@@ -245,35 +331,19 @@ class Scheduler:
             matched = shorten(request, matched, block_size)
         return matched
 
-    def _admit(self, budget: int, now: float) -> None:
-        """Start waiting requests, strictly in order, while budget, slots and blocks last."""
-        for request in list(self.queue.waiting):
-            if request.in_flight:
-                return  # it was preempted, and its last token has not arrived yet
-            if request.is_undecided:
-                continue  # its next mask is still being computed, which may take long
-            if not all(may_start(request) for may_start in self.parts.may_start):
-                continue  # what it needs is still on its way
-            needed = 1 if self.limits.chunked_prefill else len(request.tokens)
-            startable = budget >= needed and self.queue.has_free_slot
-            if not request.tables and not self._reserve(request, startable, now):
-                return
-            if startable and request.state is State.WAITING:
-                budget -= self._start(request, budget)
-
     def _reserve(self, request: Request, startable: bool, now: float) -> bool:
         """Decide where a prompt is computed, and give the request its blocks. The request then waits for a slot, or for
         KV from another engine.
 
-        Returns False if the request, and with it every later one, has to wait for blocks, for a slot, or for a prefix
-        that a running request is computing.
+        Returns False if the request has to wait for blocks or for a slot.
         """
         if not startable and not any(may_receive(request) for may_receive in self.parts.may_receive):
             return False
         matched = self.kv_cache.match(request, self._shorten)
-        if self.kv_cache.in_flight(request, matched, self.queue.running):
-            return False
         cached = matched * self.block_size
+        request.expected = len(request.tokens) - cached
+        if self.kv_cache.in_flight(request, matched, self.queue.running):
+            return True  # it waits for the prefix that a running request computes
         offer = self.offers.take(request, matched, self._shorten, self._blocks.watermark, now)
         if offer is not None and not offer.keeps_blocks:
             self.queue.remove(request)
@@ -285,6 +355,7 @@ class Scheduler:
         if not (startable or offer) or not self._blocks.reserve(request, matched, start, tokens):
             return False
         self.totals.observe_scheduled(request, cached, now)
+        self.queue.overtake(request, known - cached)
         for reserved in self.parts.reserved:
             reserved(request, matched, now)
         where = "to be computed here" if offer is None else offer.source
@@ -296,19 +367,13 @@ class Scheduler:
         request.state = State.WAITING_FOR_REMOTE_KV
         return offer.start(now)
 
-    def _start(self, request: Request, budget: int) -> int:
-        """Move a request that holds its blocks into a slot and plan its first tokens. Returns how many are planned."""
+    def _start(self, request: Request) -> None:
+        """Move a request that holds its blocks into a slot."""
         self.queue.run(request)
         for started in self.parts.started:
             started(request)
         self._builder.add_sequence(request)
         self.kv_cache.add_sequence(request)
-        count = min(request.pending, budget, request.capacity - request.computed)
-        for up_to in self.parts.up_to:
-            count = up_to(request, count)
-        if count > 0:
-            self._builder.compute(request, count)
-        return count
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -316,6 +381,7 @@ class Scheduler:
         """Record the result of the oldest planned step. `out` gets an event for each request that got a token. step_s:
         seconds that the step took."""
         step, before = self.planned.popleft(), len(self.out.events)
+        self.prompts.observe(step[0], step_s)
         try:
             self._commit(*step, result, now)
         finally:

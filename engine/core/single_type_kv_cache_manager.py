@@ -53,13 +53,13 @@ class SingleTypeKVCacheManager:
         return [each for each in request.hashes(known, size) if self.pool.has(each)]
 
     def in_flight(self, request: Request, matched: int, running: Iterable[Request]) -> bool:
-        """Return whether a running request is computing what comes after the `matched` blocks."""
+        """Return whether a running request has to compute what comes after the `matched` blocks."""
         count, size = matched + 1, self.pool.block_size
         if count * size >= len(request.tokens):
             return False
         wanted = request.hashes(count, size)[-1]
         return any(
-            other.tables[self._group].num_cached < count <= min(other.computed, len(other.tokens)) // size
+            other.tables[self._group].num_cached < count <= len(other.tokens) // size
             and other.hashes(count, size)[-1] == wanted
             for other in running
         )

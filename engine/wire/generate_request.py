@@ -34,7 +34,8 @@ class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""
     client: str = ""
-    """Client to whom the compilation of the grammar and the blocks of holds are charged."""
+    """Client to whom the compilation of the grammar and the blocks of holds are charged, and whose requests share its
+    turns in an engine."""
     timeout_s: float | None = None
     """Seconds from arrival after which the engine ends the request; None for no limit."""
     priority: int = 0

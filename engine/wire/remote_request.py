@@ -47,4 +47,5 @@ class RemoteRequest(Asking, frozen=True, kw_only=True):
     skip: int  #: leading tokens whose KV decode already has, in whole blocks
     fingerprint: str
     decode: Peer
+    client: str = ""  #: as in GenerateRequest
     timeout_s: float | None = None  #: seconds left until the request's deadline; None for no deadline

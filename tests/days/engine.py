@@ -185,7 +185,7 @@ class Engine:
         scheduler = Scheduler(
             config,
             kv_cache,
-            limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS})),
+            limits=ModelLimits(max_model_len, VOCAB, frozenset({EOS}), longest_span=self.whole_images),
             parts=[
                 Pooling(SupportedTasks()),
                 (grammars := Grammars()),

@@ -243,7 +243,9 @@ class Replica:
         self.meter.step(plan, requests, self._began, now)
         ended, nothing = len(self.ended), [None] * len(tokens)
         self.scheduler.commit(
-            StepResult(step=plan.step, tokens=tokens, logprobs=[*nothing], prompt_logprobs=[*nothing]), now
+            StepResult(step=plan.step, tokens=tokens, logprobs=[*nothing], prompt_logprobs=[*nothing]),
+            now,
+            now - self._began,
         )
         self._tell()
         self._settled = self._settled and len(self.ended) == ended

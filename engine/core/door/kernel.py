@@ -25,6 +25,8 @@ class ModelLimits:
     eos_token_ids: frozenset[int] = frozenset()
     chunked_prefill: bool = True
     """Whether a prompt can be computed in several steps."""
+    longest_span: int = 0
+    """Tokens of an image that must be in one step; 0 if an image can be in several."""
 
 
 class Kernel(Protocol):

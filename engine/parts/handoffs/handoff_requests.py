@@ -55,6 +55,7 @@ class HandoffRequests:
             skip=skip,
             fingerprint=self.fingerprint,
             decode=decode,
+            client=request.client,
             timeout_s=timeout_s,
         ).asking(PromptImages.of(images_of(request)), adapter_of(request))
 

