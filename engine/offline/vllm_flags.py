@@ -287,11 +287,11 @@ TABLE = (
         "weights always stay on the device; use --tensor-parallel-size or --quantization fp8 to make them fit",
     ),
     # scheduler and kernels
+    ignored("--enable-chunked-prefill", "prompts are always computed in chunks; see --max-num-batched-tokens"),
     ignored(
-        "--enable-chunked-prefill --long-prefill-token-threshold= --long-prefill-token-threshold-adaptive "
-        "--max-num-partial-prefills= "
-        "--max-long-partial-prefills= --max-num-scheduled-tokens= --prefill-schedule-interval=",
-        "prompts are always computed in chunks; see --max-num-batched-tokens",
+        "--long-prefill-token-threshold-adaptive --max-num-scheduled-tokens= --prefill-schedule-interval=",
+        "--max-prefill-step-s limits steps with prompts by time, and short prompts come before long ones "
+        "(docs/scheduling.md)",
     ),
     ignored(
         "--scheduler-reserve-full-isl --watermark= --num-lookahead-slots= --num-scheduler-steps= "
