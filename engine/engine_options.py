@@ -91,7 +91,7 @@ class EngineOptions:
     )
     max_waiting: int = option(1024, "Maximum number of queued requests. Further requests are refused with Overloaded.")
     scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "`fcfs` orders requests by arrival, `priority` by priority and then arrival."
+        "fcfs", "`priority` puts requests with a smaller `priority` first; `fcfs` knows no priorities."
     )
     enable_prefix_caching: bool = option(
         True, "Keep computed KV blocks and reuse them for prompts with the same prefix."

@@ -31,6 +31,7 @@ from engine.wire.token_delta import FinishReason, TokenDelta, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
+LOOKED_AT = 256  # waiting requests among which a step chooses; more would take longer than their order is worth
 ALL_BANNED = "no token can be sampled: all tokens are banned"
 LOGITS_NOT_FINITE = "no token can be sampled: the model's logits are not finite"
 NOT_FINITE = "the model's hidden states are not finite"
@@ -237,14 +238,15 @@ class Scheduler:
             unplanned -= 1
             for up_to in limits:
                 count = up_to(request, count)
-            tokens = request.computed + count
+            start = request.computed
+            tokens = start + count
             if count > 0 and (tokens <= request.capacity or self._blocks.grow(request, tokens)):
                 drafts: list[int] = []
                 room = max(budget - unplanned - kept, count) - count
                 for draft in drafters:
                     drafts += draft(request, count, room - len(drafts))
                 self._builder.compute(request, count, drafts)
-                budget -= count + len(drafts)
+                budget -= request.computed - start
         return budget, prompts
 
     def _plan_prompts(self, running: list[Request], budget: int, now: float, *, may_start: bool) -> None:
@@ -273,8 +275,8 @@ class Scheduler:
                 left -= self._compute(request, left - kept, may_grow=ran)
 
     def _startable(self) -> list[Request]:
-        """Return the waiting requests that lack nothing but tokens, blocks or a slot, in order. If none of them can get
-        these, there is at most one."""
+        """Return the first waiting requests that lack nothing but tokens, blocks or a slot, in order. If none of them
+        can get these, there is at most one."""
         found, receive = list[Request](), self.parts.may_receive
         for request in self.queue.waiting:
             if request.in_flight:
@@ -284,7 +286,7 @@ class Scheduler:
             if not all(may_start(request) for may_start in self.parts.may_start):
                 continue  # what it needs is still on its way
             found.append(request)
-            if not (self.queue.has_free_slot or receive):
+            if len(found) == LOOKED_AT or not (self.queue.has_free_slot or receive):
                 break
         return found
 

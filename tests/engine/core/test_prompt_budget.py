@@ -198,6 +198,10 @@ def test_a_prompt_that_lacks_blocks_is_overtaken_by_no_more_tokens_than_it_has()
 # -- seconds -----------------------------------------------------------------------------------------------
 
 
+def plan_of(counts: list[int]) -> StepPlan:
+    return StepPlan(step=1, added=[], blocks=[], slots=[], starts=[], counts=counts, samples=[])
+
+
 def linear(fixed: float, per_token: float):
     return lambda plan: fixed + per_token * plan.num_tokens
 
@@ -215,11 +219,11 @@ def test_steps_with_prompts_keep_to_their_seconds_whatever_was_measured_before(
     h = make(2048, max_prefill_step_s=bound)
     budget = h.scheduler.prompts
     for tokens, seconds in before:
-        budget.observe(StepPlan(step=1, counts=[tokens]), seconds)
+        budget.observe(plan_of([tokens]), seconds)
     for _ in range(200):
         prompt = budget.tokens(2048 - decodes)
         seconds = fixed + per_token * (decodes + prompt)
-        budget.observe(StepPlan(step=1, counts=[1] * decodes + [prompt]), seconds)
+        budget.observe(plan_of([1] * decodes + [prompt]), seconds)
     assert seconds <= 1.01 * bound or prompt == 2048 // LEAST
     assert seconds >= 0.9 * bound or prompt == 2048 - decodes, "nor are they much shorter"
 

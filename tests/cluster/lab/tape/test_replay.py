@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.core.door.inputs import PartInput
 from engine.core.door.journal import NOBODY_LISTENS
 from engine.core.engine import EngineCore
+from engine.core.request import Request
 from engine.core.scheduler import Scheduler
 from engine.options.speculation import SpeculativeConfig
 from engine.parts.kv_fetching.kv_fetching import split_names
@@ -267,9 +268,9 @@ def test_another_scheduler_is_found_at_its_first_other_plan(make_core, monkeypat
         add(core, str(i), [5, 6, 7, 8, 9 + i], max_tokens=9)
     go(core)
     tape = tape_of(core.journal)
-    plain = Scheduler._plan_running
+    plain = Scheduler._plan_decodes
 
-    def leaves_out_one(scheduler: Scheduler) -> int:
+    def leaves_out_one(scheduler: Scheduler) -> tuple[int, list[Request]]:
         if scheduler.totals.steps == 5:
             running = scheduler.queue.running
             scheduler.queue.running = running[:-1]
@@ -279,7 +280,7 @@ def test_another_scheduler_is_found_at_its_first_other_plan(make_core, monkeypat
                 scheduler.queue.running = running
         return plain(scheduler)
 
-    monkeypatch.setattr(Scheduler, "_plan_running", leaves_out_one)
+    monkeypatch.setattr(Scheduler, "_plan_decodes", leaves_out_one)
     found = Replay(tape)
     with pytest.raises(Diverged, match="another one") as caught:
         for _ in found.run():

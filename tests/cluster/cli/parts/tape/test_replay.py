@@ -17,7 +17,7 @@ from deployments.parts.tape.choice_record import RouterTape
 from deployments.routing.balancer import Balancer
 from deployments.routing.config import RoutingConfig
 from deployments.routing.prompt_digest import PromptDigest
-from engine.core.scheduler import Scheduler
+from engine.core.prompt_budget import PromptBudget
 from engine.errors import InvalidParameter
 from engine.parts.tape.engine_tape import EngineTape, Segment
 from engine.parts.tape.file import pack_tapes, read_file, read_tapes
@@ -44,8 +44,7 @@ def test_every_plan_is_equal_and_the_command_counts_them(file):
 
 
 def test_another_scheduler_ends_with_exit_code_1_and_names_the_first_plan_that_differs(file, monkeypatch):
-    plain = Scheduler._admit
-    monkeypatch.setattr(Scheduler, "_admit", lambda self, budget, now: plain(self, min(budget, 3), now))
+    monkeypatch.setattr(PromptBudget, "tokens", lambda self, left: min(left, 3))
     result = CliRunner().invoke(app, ["replay", str(file)])
     assert result.exit_code == 1
     assert "at #1 (" in result.output and "the plan is another one" in result.output

@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
-from engine.core.scheduler import Scheduler
+from engine.core.prompt_budget import PromptBudget
 from engine.errors import InvalidParameter
 from tests.cluster.lab.recorded.taped_engine import record
 
@@ -53,8 +53,7 @@ def test_a_target_that_no_cluster_keeps_ends_with_exit_code_1():
 
 
 def test_a_tape_that_decides_otherwise_here_is_refused(tape, monkeypatch):
-    plain = Scheduler._admit
-    monkeypatch.setattr(Scheduler, "_admit", lambda self, budget, now: plain(self, min(budget, 3), now))
+    monkeypatch.setattr(PromptBudget, "tokens", lambda self, left: min(left, 3))
     result = CliRunner().invoke(app, ["tune", "--tape", str(tape)])
     assert isinstance(result.exception, InvalidParameter) and "the plan is another one" in str(result.exception)
 
