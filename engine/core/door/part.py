@@ -47,7 +47,8 @@ class Part:
         """A request is queued. What the part keeps of it goes into `request.of`."""
 
     def may_start(self, request: Request) -> bool:
-        """Return whether a waiting request may start. If not, later ones may."""
+        """Return whether a waiting request may start. If not, later ones may. Earlier ones that may start have not
+        started yet."""
         return True
 
     def shorten(self, request: Request, matched: int, block_size: int) -> int:

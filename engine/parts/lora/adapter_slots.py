@@ -31,7 +31,7 @@ class AdapterSlot:
     last_step: int = 0
     """The last planned step that reads the adapter."""
     kept_for: Request | None = None
-    """The request for which the adapter was loaded; None once that request has started."""
+    """The first request that can start with the adapter; None once one has started."""
     wanted_by: Request | None = None
     """A waiting request whose adapter gets this slot next. Later requests with the slot's present adapter do not
     start."""
@@ -110,7 +110,11 @@ class AdapterSlots(Part):
         if slot is None:
             self._bring(request, lora)
             return False
-        return not slot.load and (slot.wanted_by is None or slot.wanted_by.order >= request.order)
+        if slot.load or (slot.wanted_by is not None and slot.wanted_by.order < request.order):
+            return False
+        if not self._is_kept_for_one_before(slot, request):
+            slot.kept_for = request  # from later ones, which may be looked at before it starts
+        return True
 
     def started(self, request: Request) -> None:
         if (lora := adapter_of(request)) is not None:
@@ -168,7 +172,7 @@ class AdapterSlots(Part):
         used = Counter(self._running.values())
         marked = next((slot for slot in self.slots if self._is_wanted_for(slot, lora)), None)
         ready = [slot for slot in self.slots if not slot.load and (slot.wanted_by is None or slot is marked)]
-        idle = [slot for slot in ready if not used[slot] and not self._is_needed(slot)]
+        idle = [slot for slot in ready if not used[slot] and not self._is_needed(slot, request)]
         if idle:
             slot = min(idle, key=lambda slot: (slot.lora is not None, slot.last_step))
             self._empty(slot)
@@ -180,10 +184,14 @@ class AdapterSlots(Part):
         elif marked is None and ready:
             min(ready, key=used.__getitem__).wanted_by = request
 
-    def _is_needed(self, slot: AdapterSlot) -> bool:
-        """Return whether a slot must keep its adapter: a step that has not ended reads it, or the request for which it
-        was filled still waits."""
-        return slot.last_step > self._committed or (slot.kept_for is not None and slot.kept_for.is_waiting)
+    def _is_needed(self, slot: AdapterSlot, request: Request) -> bool:
+        """Return whether a slot must keep its adapter, and `request` has to wait: a step that has not ended reads it,
+        or an earlier request waits that can start with it."""
+        return slot.last_step > self._committed or self._is_kept_for_one_before(slot, request)
+
+    def _is_kept_for_one_before(self, slot: AdapterSlot, request: Request) -> bool:
+        kept_for = slot.kept_for
+        return kept_for is not None and kept_for.is_waiting and kept_for.order < request.order
 
     def _is_wanted_for(self, slot: AdapterSlot, lora: ModelAdapter) -> bool:
         """Return whether a slot is marked for an adapter. First removes the mark of a request that no longer waits."""
