@@ -11,7 +11,7 @@ from engine.core.request import Request
 from engine.engine_options import EngineOptions
 from engine.wire.plan import StepPlan
 
-LEAST_SHARE = 16  # a step has room for 1/16 of `max_num_batched_tokens` in prompts, however long that takes
+LEAST_SHARE = 64  # a step has room for 1/64 of `max_num_batched_tokens` in prompts, however long that takes
 OLDEST_SHARE = 4  # the oldest prompt gets at least 1/4 of what a step has for prompts
 LONG_SHARE = 25  # a prompt is long from 1/25 of `max_model_len` on, as in vLLM, if no option says from where on
 PACE_SHARE = 4  # 1/4 of `max_num_batched_tokens` in prompts has as much weight in the pace as all steps before
