@@ -81,11 +81,21 @@ class Adapted(Harness):
 def test_steps_read_the_adapters_of_their_requests_and_everyone_ends(seed):
     random = Random(seed)
     depth, seqs = random.randint(0, 1), random.randint(2, 6)
-    h = Adapted(random.randint(1, 3), random, failing="a5", depth=depth, max_num_seqs=seqs, num_blocks=22)
+    policy = random.choice(["fcfs", "priority"])
+    h = Adapted(
+        random.randint(1, 3),
+        random,
+        failing="a5",
+        depth=depth,
+        max_num_seqs=seqs,
+        num_blocks=22,
+        scheduling_policy=policy,
+    )
     for i in range(30):
         name = random.choice([None, "a0", "a0", "a1", "a2", "a3", "a4", "a5"])
         prompt = [random.randrange(1, 40) for _ in range(random.randint(1, 20))]
-        h.add(str(i), prompt, lora=name and adapter(name), max_tokens=random.randint(1, 9))
+        lora, priority = name and adapter(name), random.choice([0, 0, 1])
+        h.add(str(i), prompt, lora=lora, priority=priority, max_tokens=random.randint(1, 9))
         if random.random() < 0.2:
             h.abort(str(random.randint(0, i))) if str(random.randint(0, i)) in h.scheduler.queue.live else None
         for _ in range(random.randint(0, 3)):
@@ -117,6 +127,25 @@ def test_a_popular_adapter_does_not_keep_another_one_out():
             h.advance()
     assert "b" in h.finished and h.started.index("b") <= 5
     h.until_done()
+
+
+def test_a_slot_that_was_filled_for_a_request_goes_to_a_more_urgent_one_that_comes_later():
+    """As on day 53 of tests.days, where the earlier one had waited for its grammar: neither of the two ever started."""
+    h = Adapted(1, scheduling_policy="priority")
+    h.add("late", [1, 2], lora=adapter("a"), priority=1)
+    assert h.scheduler.schedule(now=0.0) is None and h.slots.loading
+    h.add("urgent", [1, 2], lora=adapter("b"), priority=0)
+    h.until_done()
+    assert h.started == ["urgent", "late"]
+
+
+def test_a_slot_that_was_filled_for_a_request_is_kept_from_later_ones():
+    h = Adapted(1)
+    h.add("first", [1, 2], lora=adapter("a"))
+    assert h.scheduler.schedule(now=0.0) is None and h.slots.loading
+    h.add("second", [1, 2], lora=adapter("b"))
+    h.until_done()
+    assert h.started == ["first", "second"]
 
 
 def test_the_adapter_that_was_used_longest_ago_makes_room():
