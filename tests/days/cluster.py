@@ -75,6 +75,8 @@ class Size:
     """The same on its disk."""
     tier_ttl_s: float | None = None
     images: Images | None = None
+    adapters: int = 0
+    """Slots for adapters of each engine."""
 
     @cache  # noqa: B019 - sizes are few, and small
     def config(self, role: Role) -> EngineConfig:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -12,13 +13,13 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.days import autoscaler, batches, encoders, quotas, stills
+from tests.days import adapters, autoscaler, batches, encoders, quotas, stills
 from tests.days.cluster import Size
 from tests.days.model import alone
 from tests.days.part import Plan
 from tests.days.strike import MOMENTS
 
-PARTS = (encoders, quotas, batches, autoscaler, stills)
+PARTS = (encoders, quotas, batches, autoscaler, stills, adapters)
 FEW = 0.05  # share of datagrams that may be lost without anybody noticing, since each is repeated some five times
 # what goes wrong on one day: some days have one kind of trouble, and much of it
 THEMES = (
@@ -40,6 +41,31 @@ THEMES = (
     ("suspend",),
     ("suspend", "suspend", "move", "kill replica"),
 )  # fmt: skip
+
+# what clusters are made of: the values of each field of Size, or the share of the days that have it
+OPTIONS: dict[str, Sequence[Any] | float] = {
+    "ingresses": [1, 2, 2],
+    "decode": [1, 2, 2, 3],
+    "prefill": [0, 1, 1, 2],
+    "num_blocks": [24, 24, 28, 40, 96],
+    "max_num_seqs": [2, 4, 6],
+    "max_num_batched_tokens": [8, 24, 64],
+    "overlap": 0.7,
+    "policy": ["always", "always", "auto"],
+    "fetches": 0.6,
+    "drift": [0.0, 0.001, 0.2],
+    "routing": ["prefix_aware", "prefix_aware", "power_of_two", "round_robin"],
+    "max_waiting": [8, 64],
+    "step_s": [0.004, 0.02, 0.06],
+    "stages": [1, 1, 2, 3],
+    "drafts": 0.4,
+    "lease_s": [10.0, 1.0, 0.3],
+    "block_s": [0.0005, 0.004, 0.03],
+    "stalls": [0.01, 0.01, 0.2],
+    "host": [0, 0, 0, 6, 30],
+    "disk": [0, 0, 0, 20, 200],
+    "tier_ttl_s": [None, None, 3.0],
+}
 
 
 @dataclass(frozen=True)
@@ -86,29 +112,7 @@ class Day:
     def of(cls, seed: int) -> Day:
         rng = random.Random(seed)
         mood, kinds = rng.random(), rng.choice(THEMES)
-        size = Size(
-            ingresses=rng.choice([1, 2, 2]),
-            decode=rng.choice([1, 2, 2, 3]),
-            prefill=rng.choice([0, 1, 1, 2]),
-            num_blocks=rng.choice([24, 24, 28, 40, 96]),
-            max_num_seqs=rng.choice([2, 4, 6]),
-            max_num_batched_tokens=rng.choice([8, 24, 64]),
-            overlap=rng.random() < 0.7,
-            policy=rng.choice(["always", "always", "auto"]),
-            fetches=rng.random() < 0.6,
-            drift=rng.choice([0.0, 0.001, 0.2]),
-            routing=rng.choice(["prefix_aware", "prefix_aware", "power_of_two", "round_robin"]),
-            max_waiting=rng.choice([8, 64]),
-            step_s=rng.choice([0.004, 0.02, 0.06]),
-            stages=rng.choice([1, 1, 2, 3]),
-            drafts=rng.random() < 0.4,
-            lease_s=rng.choice([10.0, 1.0, 0.3]),
-            block_s=rng.choice([0.0005, 0.004, 0.03]),
-            stalls=rng.choice([0.01, 0.01, 0.2]),
-            host=rng.choice([0, 0, 0, 6, 30]),
-            disk=rng.choice([0, 0, 0, 20, 200]),
-            tier_ttl_s=rng.choice([None, None, 3.0]),
-        )
+        size = Size(**{name: drawn(rng, name) for name in OPTIONS})
         if (size.host or size.disk) and rng.random() < 0.7:  # blocks are evicted, and quicker to load than to compute
             size = replace(size, num_blocks=24, block_s=min(size.block_s, 0.004), step_s=max(size.step_s, 0.02))
         if size.prefill and rng.random() < 0.2:
@@ -126,7 +130,7 @@ class Day:
         if lossy:
             kinds = ("move", "move", "move", "reset cache", "switch role")
         count = 0 if calm else rng.choice([12, 24]) if lossy else rng.choice([2, 6, 12])
-        faults = tuple(_fault(rng, asks, kinds, size) for _ in range(count))
+        faults = tuple(fault_of(rng, asks, kinds, size) for _ in range(count))
         loss, repeats = rng.choice([0.0, 0.0, 0.02, 0.3]), rng.choice([0.0, 0.05, 0.3])
         if calm:
             return cls(seed, size, asks, (), 0.0, repeats, 0.01)._with_parts()
@@ -146,7 +150,7 @@ class Day:
     @property
     def is_calm(self) -> bool:
         """Whether nothing is lost and nothing is late."""
-        return not (self.faults or self.loss) and self.late_s < self.size.lease_s / 20
+        return not (self.faults or self.loss or self.busy) and self.late_s < self.size.lease_s / 20
 
     @property
     def scales(self) -> bool:
@@ -175,7 +179,13 @@ class Day:
         return max([0.0, *(a.at for a in self.asks), *(f.at + f.seconds for f in self.faults)])
 
 
-def _fault(rng: random.Random, asks: tuple[Ask, ...], kinds: tuple[str, ...], size: Size) -> Fault:
+def drawn(rng: random.Random, option: str) -> Any:
+    """Return a value of one of the OPTIONS."""
+    values = OPTIONS[option]
+    return rng.random() < values if isinstance(values, float) else rng.choice(values)
+
+
+def fault_of(rng: random.Random, asks: tuple[Ask, ...], kinds: tuple[str, ...], size: Size) -> Fault:
     kind = rng.choice(kinds)
     lease_s = rng.uniform(0.5, 3.0) * size.lease_s  # some faults just outlive a lease
     seconds = rng.choice([rng.uniform(0, 1), rng.uniform(0, 6), rng.uniform(0, 16), min(16.0, lease_s)])

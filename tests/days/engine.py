@@ -50,10 +50,12 @@ from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.parts.holds.hold_courier import HoldCourier
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_courier import ImageCourier
-from engine.parts.kept import source_of
+from engine.parts.kept import adapter_of, source_of
 from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.tier_courier import TierCourier
+from engine.parts.lora.adapter_courier import AdapterCourier
+from engine.parts.lora.adapter_slots import AdapterSlots
 from engine.parts.pooling.pooling import Pooling
 from engine.parts.speculation.speculator import Speculator
 from engine.parts.stages.micro_batches import MicroBatches
@@ -65,8 +67,9 @@ from engine.wire.messages import Command, Subscribe, kinds_of
 from engine.wire.parts.pooling import SupportedTasks
 from engine.wire.remote_request import Peer
 from engine.wire.stats.handoff_stats import Role
+from tests.days.adapter_loader import Loader
 from tests.days.grammars import FakeCompiler, Pauses
-from tests.days.model import EOS, VOCAB, Memory, Runner, StepClock, chain
+from tests.days.model import EOS, VOCAB, Memory, Runner, StepClock, chain, origin_of
 from tests.days.tiers import Tiers, make_offloading
 
 if TYPE_CHECKING:
@@ -98,7 +101,7 @@ class Names(BlockObserver):
         size, named_kv = self._size, self._named_kv
         names = request.hashes(end, size) if first < end else []
         for index in range(first, end):
-            before = named_kv[names[index - 1]][-1] if index else 0
+            before = named_kv[names[index - 1]][-1] if index else origin_of(adapter_of(request))
             named_kv[names[index]] = self._kv_of(request, index * size, (index + 1) * size, before)
 
 
@@ -178,6 +181,9 @@ class Engine:
                 block_bytes=[size * 1000],
                 min_tokens=size,
             )
+        self.loader = adapters = None
+        if cluster.size.adapters and handoff.role != "encode":
+            self.loader, adapters = Loader(self), AdapterSlots(cluster.size.adapters)
         stages, speculation = cluster.size.stages, list[Part]()
         if cluster.size.drafts:
             drafting = SpeculativeConfig(method="ngram")
@@ -194,6 +200,7 @@ class Engine:
                 *([MicroBatches(stages, self.whole_images)] if stages > 1 else []),
                 *self.make_images(config, clock),
                 *speculation,
+                *([] if adapters is None else [adapters]),
                 handoffs,
             ],
             compute_s=compute_seconds(times, handoffs),
@@ -234,6 +241,7 @@ class Engine:
                         if self.image_channel is not None and (images := scheduler.parts.get(EncoderCacheManager))
                         else []
                     ),
+                    *([] if adapters is None else [AdapterCourier(adapters, self.loader)]),  # type: ignore[arg-type]
                     HandoffCourier(self.channel, handoffs),  # type: ignore[arg-type]
                 ],
                 Pauses(self.clock),  # type: ignore[arg-type]
@@ -313,13 +321,14 @@ class Engine:
         self.loop.call_at(self._release_at, self._release)
 
     @property
-    def tiers_answered(self) -> bool:
-        return self.tiers is not None and self.tiers.answered
+    def disks_answered(self) -> bool:
+        """Whether tiers or adapters have been read or written."""
+        return any(disk is not None and disk.answered for disk in (self.tiers, self.loader))
 
     def _only_renews(self) -> bool:
         """Take the commands that have come if they only renew subscriptions. Returns whether an idle engine has no more
         to do then."""
-        if not self.inbox or self.channel.endpoint._events or self.tiers_answered:
+        if not self.inbox or self.channel.endpoint._events or self.disks_answered:
             return False
         commands = [COMMAND.decode(command) for command in self.inbox]
         if not all(isinstance(command, Subscribe) and not command.resync for command in commands):
@@ -332,7 +341,7 @@ class Engine:
     @property
     def _has_news(self) -> bool:
         """Whether something has come from outside."""
-        return bool(self.inbox or self.tiers_answered or any(channel.endpoint._events for channel in self.channels))
+        return bool(self.inbox or self.disks_answered or any(channel.endpoint._events for channel in self.channels))
 
     def _progress(self) -> tuple[int, int, int]:
         """Return what changes with every step that does something, besides what comes from outside."""

@@ -26,6 +26,7 @@ from deployments.routing.routing_context import RoutingContext
 from deployments.routing.stats import RoutingStats
 from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.adapter import ModelAdapter, digest_of
 from engine.wire.parts.images import images_in
 from engine.wire.stats.handoff_stats import PeerPool
 from engine.wire.token_delta import TokenBatch
@@ -50,7 +51,12 @@ class Pool:
     async def generate(self, *requests: GenerateRequest, avoid: Sequence[str] = ()) -> None:
         first = requests[0]
         prompt: PromptDigest = self._prompts.digest(
-            first.request_id, first.prompt, first.cache_salt, first.session_id, images_in(first)
+            first.request_id,
+            first.prompt,
+            first.cache_salt,
+            first.session_id,
+            images_in(first),
+            digest_of(first.record(ModelAdapter)),
         )
         context = RoutingContext(prompt, self.routing, avoid, first.model)
         await self.router.call([EncodedRequest.of(request) for request in requests], context)

@@ -9,9 +9,11 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.costs.step_cost import StepWork
+from engine.lora.messages import SequenceAdapter
 from engine.runner.rank_part import RankParts
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
+from engine.wire.parts.adapter import ModelAdapter
 from engine.wire.parts.images import MultiModalFeatureSpec, PromptImages, images_in
 from engine.wire.plan import NewSequence, StepPlan, StepResult
 from engine.wire.sampling_params import seed_of
@@ -21,6 +23,7 @@ from tests.fake_runner import FakeGrammar
 VOCAB, EOS = 64, 0
 IMAGE = VOCAB - 1  # stands in a prompt for an embedding of an image
 MASK = 2**64 - 1
+NO_ADAPTER = -1, 0
 LETTERS = [b"", *(bytes([97 + i % 26]) for i in range(1, 56))]
 LETTERS += [b"\xc3", b"\xa9", b" ", b"\n", b"ab", b"\xe2\x82", b"\xac", b"."]
 
@@ -34,6 +37,11 @@ def link(kv: int, token: int) -> int:
 def embedding(mm_hash: bytes, index: int) -> int:
     """Return one embedding of an image."""
     return link(int.from_bytes(mm_hash[:8], "little"), index)
+
+
+def origin_of(adapter: ModelAdapter | None) -> int:
+    """Return the KV before the first token: weights with another adapter give another KV."""
+    return 0 if adapter is None else int(adapter.digest, 16)
 
 
 def inputs(tokens: list[int], images: Sequence[MultiModalFeatureSpec]) -> list[int]:
@@ -78,7 +86,7 @@ TOKENIZER = Tokenizer()
 
 def alone(request: GenerateRequest, max_model_len: int) -> tuple[list[int], str, str]:
     """Return tokens, text and finish reason of a request that runs alone, without faults."""
-    params, kv = request.params, 0
+    params, kv = request.params, origin_of(request.record(ModelAdapter))
     seed = seed_of(request.request_id) if params.seed is None else params.seed % 2**64
     for token in inputs(request.prompt, images_in(request)):
         kv = link(kv, token)
@@ -153,6 +161,8 @@ class Runner:
         self.step_s, self.token_s = step_s, step_s / 8
         self._tables = [[-1] * -(-max_model_len // config.block_size) for _ in range(config.max_num_seqs)]
         self._sequences: dict[int, NewSequence] = {}
+        self._adapters: dict[int, int] = {}  # what `origin_of` says of the adapter in each slot of adapters
+        self._adapter_of: dict[int, tuple[int, int]] = {}  # sequence's slot -> slot of its adapter, and its origin
         self._history: dict[int, list[int]] = {}  # slot -> KV after each known token
         self._kv: list[int | None] = [None] * (num_blocks * config.block_size)
         self._written_at = [0.0] * len(self._kv)  # of each cell, when the newest step that writes it ends
@@ -163,6 +173,9 @@ class Runner:
         for sequence in plan.added:
             self._sequences[sequence.slot] = sequence
             self._history[sequence.slot] = []
+            self._adapter_of.pop(sequence.slot, None)
+            if (adapter := sequence.record(SequenceAdapter)) is not None:
+                self._adapter_of[sequence.slot] = adapter.slot, self._adapters[adapter.slot]
             sent = sequence.record(PromptImages)
             for token in inputs(sequence.tokens, [] if sent is None else sent.images):
                 self._append(sequence.slot, token)
@@ -181,6 +194,8 @@ class Runner:
         rows, written = list(zip(plan.slots, plan.starts, plan.counts, strict=True)), set[int]()
         for slot, start, count in rows:
             history, table = self._history[slot], self._tables[slot]
+            if (adapter := self._adapter_of.get(slot)) is not None:
+                assert self._adapters[adapter[0]] == adapter[1], "an adapter is taken from a running sequence"
             for position in range(start, start + count):
                 block = table[position // size]
                 cell = block * size + position % size
@@ -240,7 +255,12 @@ class Runner:
 
     def _append(self, slot: int, token: int) -> None:
         history = self._history[slot]
-        history.append(link(history[-1] if history else 0, token))
+        before = history[-1] if history else self._adapter_of.get(slot, NO_ADAPTER)[1]
+        history.append(link(before, token))
+
+    def load_adapter(self, slot: int, origin: int) -> None:
+        """origin: as `origin_of` says."""
+        self._adapters[slot] = origin
 
     def close(self) -> None:
         pass

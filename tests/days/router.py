@@ -21,6 +21,7 @@ from deployments.routing.stats import RoutingStats
 from deployments.routing.subscriptions import Subscriptions
 from engine.errors import EngineUnavailable, ServingError
 from engine.wire.messages import EngineUpdate
+from engine.wire.parts.adapter import ModelAdapter, digest_of
 from engine.wire.parts.images import images_in
 from engine.wire.remote_request import RemoteRequest
 from tests.days.engine import Report
@@ -199,6 +200,7 @@ class PromptPool:
             remote_request.token_ids,
             remote_request.cache_salt,
             images=images_in(remote_request),
+            adapter=digest_of(remote_request.record(ModelAdapter)),
         )
         context = RoutingContext(prompt, self.routing, avoid=avoid, role=self.router.role)
         await self.router.call([EncodedRequest.of(remote_request)], context)
