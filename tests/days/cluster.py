@@ -28,7 +28,8 @@ from engine.wire.messages import Notice, kinds_of
 from engine.wire.stats.handoff_stats import PeerPool
 from tests.days.encoders import Images, engine_class
 from tests.days.engine import Channel, Engine
-from tests.days.ingress import Ingress
+from tests.days.holds import Held, move_holds
+from tests.days.ingress import Ingress, Pool
 from tests.days.keys import Computation
 from tests.days.loop import VirtualLoop
 from tests.days.network import Network
@@ -77,6 +78,7 @@ class Size:
     images: Images | None = None
     adapters: int = 0
     """Slots for adapters of each engine."""
+    held: Held | None = None
 
     @cache  # noqa: B019 - sizes are few, and small
     def config(self, role: Role) -> EngineConfig:
@@ -209,6 +211,7 @@ class Replica(EngineControl):
         cluster, size = deployment.cluster, deployment.cluster.size
         self.engine_id = f"{deployment.role[0]}{number}"
         self.node, self.up, self.stopping = f"n-{self.engine_id}", True, False
+        self.moving_to: Router | None = None
         peers: dict[PeerPool, RemotePool] = {}
         if deployment.role == "decode" and size.prefill:
             pool = deployment if size.roles else cluster.deployments["prefill"]
@@ -260,7 +263,19 @@ class Replica(EngineControl):
         return self.cluster.roles.get(self.engine_id)
 
     async def _leave(self, goes_on: Callable[[], bool]) -> None:
-        await depart(self, self.deployment.statuses_of_pool, self.cluster.size.max_num_seqs, goes_on)
+        statuses = self.deployment.statuses_of_pool
+        leaving = [depart(self, statuses, self.cluster.size.max_num_seqs, goes_on)]
+        if self.cluster.size.held:
+            self.moving_to = self.moving_to or Router(self.deployment, self.node, f"{self.engine_id}>m", "decode")
+            leaving.append(move_holds(self, self.node, statuses, Pool(self.moving_to).generate))
+        await asyncio.gather(*leaving)
+        self.forget_others()
+
+    def forget_others(self) -> None:
+        """Close the router to which holds move."""
+        if self.moving_to is not None:
+            self.moving_to.close()
+            self.moving_to = None
 
     def switch_role(self) -> None:
         """As RoleFollower does."""
@@ -285,6 +300,7 @@ class Replica(EngineControl):
         for call in [*self.tasks, *self.calls]:
             call.cancel()
         self.close()
+        self.forget_others()
         for dispatcher in self._dispatchers.values():
             dispatcher.pool.router.close()  # type: ignore[attr-defined]
         self.cluster.loop.call_later(engine_lives_s, self.engine.die)

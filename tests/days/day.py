@@ -13,13 +13,13 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.days import adapters, autoscaler, batches, encoders, quotas, stills
+from tests.days import adapters, autoscaler, batches, encoders, holds, quotas, stills
 from tests.days.cluster import Size
 from tests.days.model import alone
 from tests.days.part import Plan
 from tests.days.strike import MOMENTS
 
-PARTS = (encoders, quotas, batches, autoscaler, stills, adapters)
+PARTS = (encoders, quotas, batches, autoscaler, stills, adapters, holds)
 FEW = 0.05  # share of datagrams that may be lost without anybody noticing, since each is repeated some five times
 # what goes wrong on one day: some days have one kind of trouble, and much of it
 THEMES = (
@@ -41,6 +41,8 @@ THEMES = (
     ("suspend",),
     ("suspend", "suspend", "move", "kill replica"),
 )  # fmt: skip
+
+OWN_WILL = ("move", "reset cache", "switch role", "release holds")  # nothing is lost
 
 # what clusters are made of: the values of each field of Size, or the share of the days that have it
 OPTIONS: dict[str, Sequence[Any] | float] = {
@@ -160,7 +162,7 @@ class Day:
     @property
     def only_losses(self) -> bool:
         """Whether nothing is wrong but a few lost messages, all of which are sent again."""
-        own_will = all(fault.kind in ("move", "reset cache", "switch role") for fault in self.faults)
+        own_will = all(fault.kind in OWN_WILL for fault in self.faults)
         own_will &= not self.scales
         return own_will and 0 < self.loss <= FEW and self.late_s < self.size.lease_s / 20
 

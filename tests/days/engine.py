@@ -48,6 +48,7 @@ from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
 from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.parts.holds.hold_courier import HoldCourier
+from engine.parts.holds.holds import Holds
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_courier import ImageCourier
 from engine.parts.kept import adapter_of, source_of
@@ -169,6 +170,17 @@ class Engine:
         handoffs = Handoffs(policy, self.channel.peer, self.fingerprint, role)
         offloading = make_offloading(cluster.size, kv_cache, times, clock)
         self.tiers = None if offloading is None else Tiers(self)
+        usages, held, holds = observe_usage(kv_cache), cluster.size.held, None
+        if held is not None and handoff.role != "encode":
+            holds = Holds(
+                kv_cache,
+                offloading,
+                usages,
+                max_model_len=max_model_len,
+                max_share=held.share,
+                max_share_per_client=held.share_per_client,
+                max_ttl_s=config.max_hold_s,
+            )
         fetching = None
         if handoff.enable_prefix_fetching and handoff.role in ("decode", "replica"):
             fetching = KVFetching(
@@ -196,7 +208,7 @@ class Engine:
                 Pooling(SupportedTasks()),
                 (grammars := Grammars()),
                 CostAccounts(),
-                *(part for part in (offloading, fetching) if part is not None),
+                *(part for part in (holds, offloading, fetching) if part is not None),
                 *([MicroBatches(stages, self.whole_images)] if stages > 1 else []),
                 *self.make_images(config, clock),
                 *speculation,
@@ -221,7 +233,7 @@ class Engine:
                 times,
                 CostLedger(
                     times,
-                    observe_usage(kv_cache),
+                    usages,
                     [size * 1000],
                     clock.monotonic(),
                     [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],

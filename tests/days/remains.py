@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from deployments.routing.prefix_index import block_keys
 from engine.parts.costs.cost_ledger import CostLedger
 from engine.parts.handoffs.handoffs import Handoffs
+from engine.parts.holds.holds import Holds
 from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.parts.kv_tiers.kv_offloading import KVOffloading
 from tests.days.tiers import check_content
@@ -43,7 +44,8 @@ def check_that_nothing_is_left(cluster: Cluster, forgotten: bool) -> None:
             assert sum(core.observers[CostLedger].ns.values()) == core.observers[CostLedger].wall_ns, "time is lost"
             nothing(f"{name}: work", core.scheduler.has_work)
             nothing(f"{name}: live requests", core.scheduler.queue.live)
-            nothing(f"{name}: blocks in use", core.scheduler.kv_cache.pool.num_used)
+            holds, used = core.scheduler.parts.get(Holds), core.scheduler.kv_cache.pool.num_used
+            nothing(f"{name}: blocks in use", used - (0 if holds is None else holds.report().device_blocks))
             nothing(f"{name}: receiving", core.scheduler.parts[Handoffs].remote.receiving)
             nothing(f"{name}: leased", core.scheduler.parts[Handoffs].for_others.leased)
             fetching, offloading = core.scheduler.parts.get(KVFetching), core.scheduler.parts.get(KVOffloading)

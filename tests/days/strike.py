@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineUnavailable
 from engine.wire.messages import ResetPrefixCache
+from engine.wire.parts.holds import ReleaseHolds
 from tests.days.cluster import Replica
+from tests.days.holds import NAMES
 
 if TYPE_CHECKING:
     from tests.days.day import Fault
@@ -113,6 +115,9 @@ def strike(world: World, fault: Fault) -> None:
         case "scale":
             if not cluster.size.roles:
                 replica.deployment.scale(1 + fault.number % 3)
+        case "release holds":
+            with suppress(EngineUnavailable):
+                replica.tell(ReleaseHolds(NAMES[fault.other % len(NAMES)]))
         case "reset cache":
             with suppress(EngineUnavailable):
                 replica.tell(ResetPrefixCache())
