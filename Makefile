@@ -4,6 +4,7 @@
 # make test-slow  every test that needs no cluster of its own, slow ones too
 # make test-clusters  slow tests on clusters, which kill nodes and replicas; one after another
 # make test-stand-in  tests of the GPU, on tensors that say they are on one
+# make days    seeks bad days of simulated clusters that reach what none has reached (tests/README.md); DAYS_FOR seconds
 # make test-wheel  the wheel in an environment of its own: an offline answer, a server, prefill and decode
 # make test-real  SmolLM2-135M-Instruct against transformers, itself and the API; skipped where it was not fetched
 # make test-clients  conversations of well-known clients; installs them into build/clients
@@ -20,7 +21,7 @@ KERNELS := build/kernels/.compiled
 # helm and kubectl, with which tests of k8s/ render; elsewhere the machine's own, or these tests are skipped
 HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernetes/helm)
 
-.PHONY: serve test test-all test-slow test-clusters test-stand-in test-wheel test-real test-clients test-browser first-gpu test-gpu bench-gpu site check install clean
+.PHONY: serve test test-all test-slow test-clusters test-stand-in test-wheel test-real test-clients test-browser days first-gpu test-gpu bench-gpu site check install clean
 
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
@@ -62,6 +63,13 @@ test-clusters: $(INSTALLED) $(KERNELS)
 test-stand-in: $(INSTALLED)
 	@echo "TEST_SEED=$(TEST_SEED)"
 	$(STAND_IN) -m ''
+
+# what ends badly is made smaller and printed, and the days that reach most are left in build/corpus.jsonl
+DAYS_FOR ?= 600
+DAYS_PROCESSES ?= $(shell nproc)
+days: $(INSTALLED)
+	@mkdir -p build
+	$(BIN)/python -m tests.days --guided --for $(DAYS_FOR) --processes $(DAYS_PROCESSES) --keep build/corpus.jsonl
 
 # Else each process of pytest compiles the kernels that its tests need
 $(KERNELS): $(shell find engine/model/ops/cpu -name '*.py') | $(INSTALLED)

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from tests.days.keys import Computation, KeyedClient, check_jobs
 from tests.days.loop import VirtualLoop
 from tests.days.model import alone
 from tests.days.remains import check_that_nothing_failed, check_that_nothing_is_left
+from tests.days.states import states_of
 from tests.days.stills import StillLoop
 from tests.days.strike import strike
 
@@ -58,15 +59,15 @@ class Outcome:
         return f"{type(self.error).__name__}: {''.join(c for c in text if not c.isdigit())[:60]}"
 
 
-def run(day: Day) -> Outcome:
-    """Live through a day."""
+def run(day: Day, states: set[Hashable] | None = None) -> Outcome:
+    """Live through a day. states: takes those in which the cluster is whenever it is looked at."""
     loop, outcome = (StillLoop if day.stands_still else VirtualLoop)(), Outcome()
     asyncio.set_event_loop(loop)
     gc.disable()  # a day is short
     worlds: list[World] = []
 
     async def live() -> None:
-        worlds.append(World(loop, day, patches))
+        worlds.append(World(loop, day, patches, states))
         await worlds[0].live()
 
     with ExitStack() as patches:
@@ -99,9 +100,9 @@ def _end(loop: VirtualLoop) -> None:
 
 
 class World:
-    def __init__(self, loop: VirtualLoop, day: Day, patches: ExitStack):
-        """patches: what replaces clocks and chance of the real code until the day ends."""
-        self.loop, self.day, self.patches = loop, day, patches
+    def __init__(self, loop: VirtualLoop, day: Day, patches: ExitStack, states: set[Hashable] | None):
+        """patches: what replaces clocks and chance of the real code until the day ends. states: as for `run`."""
+        self.loop, self.day, self.patches, self._states = loop, day, patches, states
         self.cluster = cluster = Cluster(loop, random.Random(day.seed + 1), day.size)
         cluster.network.loss, cluster.network.repeats = day.loss, day.repeats
         cluster.network.late_s, cluster.network.late = day.late_s, day.late
@@ -177,6 +178,8 @@ class World:
             self.check_queues()
             for part in self.parts:
                 part.check()
+            if self._states is not None:
+                self._states.update(states_of(self.cluster))
 
     def check_queues(self) -> None:
         """Check that no request waits in an ingress that may send it."""
