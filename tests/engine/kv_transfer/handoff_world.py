@@ -93,10 +93,13 @@ class Engine:
     asked: deque[BlocksAsked] = field(default_factory=deque)  # by others, not yet answered
     lent: dict[str, list[int]] = field(default_factory=dict)  # blocks held for others, by handoff
     spent: dict[str, int] = field(default_factory=dict)  # on its prompts by other engines, by handoff
+    config: HandoffConfig = CONFIG
 
     def __post_init__(self):
         self.peer = Peer(self.name, f"tcp://{self.name}", next(self.world.epochs))
-        self.protocol = HandoffProtocol(CONFIG, self.peer, ranks=[{"fake": b""}] * self.num_ranks, block_size=BLOCK)
+        self.protocol = HandoffProtocol(
+            self.config, self.peer, ranks=[{"fake": b""}] * self.num_ranks, block_size=BLOCK
+        )
         self.free = set(range(self.num_blocks))
         self.memory: dict[tuple[int, int], object] = {}  # (rank, block) -> tokens up to its end
 
