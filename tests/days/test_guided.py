@@ -13,7 +13,7 @@ from tests.days.changes import CHANGES
 from tests.days.day import Day
 from tests.days.guided import CORPUS, Kept, Lived, Recipe, Search, corpus, live
 
-FAST = 12  # days of the corpus in every run
+FAST = 8  # days of the corpus in every run
 
 
 @pytest.fixture(autouse=True)

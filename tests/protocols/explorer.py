@@ -89,7 +89,7 @@ class Explorer:
         self._messages: list[Payload] = []
         self._message_numbers: dict[tuple[str, bytes], int] = {}
         self._to = [0] * len(scope.engines)  # messages to each engine, as bits
-        self._actions: dict[Action, int] = {}
+        self._actions: dict[tuple[int, Hashable, int], int] = {}  # by engine, input, and the engine that is read
         self._action_of: list[Action] = []
         self._touches: list[int] = []  # engines that an action has to do with, as bits
 
@@ -169,8 +169,8 @@ class Explorer:
         return 1 << source, local.memory.get(block) if local.epoch == epoch else LOST
 
     def _action(self, engine: int, what: Hashable, source: int = 0) -> int:
-        if (found := self._actions.get((engine, what))) is None:
-            found = self._actions[engine, what] = len(self._action_of)
+        if (found := self._actions.get((engine, what, source))) is None:
+            found = self._actions[engine, what, source] = len(self._action_of)
             self._action_of.append((engine, what))
             self._touches.append(1 << engine | source)
         return found
