@@ -49,21 +49,22 @@ class Reports:
     """What Serve keeps of the reports of one deployment."""
 
     def __init__(self) -> None:
-        self._of = defaultdict[str, deque[tuple[float, dict[str, float]]]](deque)
+        self._of = defaultdict[str, dict[str, deque[Point]]](dict)  # by replica and name
 
     def add(self, who: str, now: float, numbers: dict[str, float]) -> None:
-        self._of[who].append((now, numbers))
+        of_replica = self._of[who]
+        for name, value in numbers.items():
+            of_replica.setdefault(name, deque()).append(Point(now, value))
 
     def metrics(self, there: list[str], now: float) -> dict[str, dict[str, list[Point]]]:
         """Return the points of the last few seconds, by name and replica. there: replicas that are up."""
         found = defaultdict[str, dict[str, list[Point]]](dict)
         for who in there:
-            kept = self._of[who]
-            while kept and kept[0][0] < now - LOOK_BACK_S:
-                kept.popleft()
-            for at, numbers in kept:
-                for name, value in numbers.items():
-                    found[name].setdefault(who, []).append(Point(at, value))
+            for name, points in self._of[who].items():
+                while points and points[0].timestamp < now - LOOK_BACK_S:
+                    points.popleft()
+                if points:
+                    found[name][who] = list(points)
         return dict(found)
 
 
@@ -89,6 +90,7 @@ class ScalingPart(Part):
         self._cluster.is_autoscaled = True
         self._reports = {role: Reports() for role in [*pools, "ingress"]}
         self._wished = defaultdict[str, list[tuple[float, int]]](list)  # by pool, with their times
+        self._options = {role: asdict(settings) for role, settings in pools.items()}
         self._busy_at: dict[str, float] = {}
         self._before: dict[str, int] = {}
         loop = world.loop
@@ -151,7 +153,7 @@ class ScalingPart(Part):
             target_num_replicas=deployment.num_replicas,
             raw_metrics=self._reports[role].metrics(there, self._cluster.loop.time()),
             total_queued_requests=sum(router.num_queued for router in deployment.routers),
-            config=SimpleNamespace(policy=SimpleNamespace(policy_kwargs=asdict(self._pools[role]))),
+            config=SimpleNamespace(policy=SimpleNamespace(policy_kwargs=self._options[role])),
         )
 
     def _ingresses(self) -> SimpleNamespace:

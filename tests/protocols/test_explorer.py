@@ -11,7 +11,7 @@ from tests.protocols.faults import FAULTS, ROOT
 from tests.protocols.process import Move, Process, Prompt, Scope
 from tests.protocols.scopes import LARGE, QUICK, limits
 
-MOST = 100_000  # states of a scope in `make test-all`
+MOST = 40_000  # states of a scope in `make test-all`
 
 
 @pytest.mark.parametrize("name", QUICK)
