@@ -51,6 +51,11 @@ class NoAdapterSlots(Part):
             raise AdapterError.without_slots(lora.name)
 
 
+def waits_before(other: Request | None, request: Request) -> bool:
+    """Return whether another request still waits, and comes before one."""
+    return other is not None and other.is_waiting and other.order < request.order
+
+
 class AdapterSlots(Part):
     """Gives each adapter of running requests a slot. A new adapter replaces the least recently used one.
 
@@ -112,9 +117,9 @@ class AdapterSlots(Part):
         if slot is None:
             self._bring(request, lora)
             return False
-        if slot.load or (slot.wanted_by is not None and slot.wanted_by.order < request.order):
+        if slot.load or waits_before(slot.wanted_by, request):
             return False
-        if not self._is_kept_for_one_before(slot, request):
+        if not waits_before(slot.kept_for, request):
             slot.kept_for = request  # from later ones, which may be looked at before it starts
         return True
 
@@ -189,11 +194,7 @@ class AdapterSlots(Part):
     def _is_needed(self, slot: AdapterSlot, request: Request) -> bool:
         """Return whether a slot must keep its adapter, and `request` has to wait: a step that has not ended reads it,
         or an earlier request waits that can start with it."""
-        return slot.last_step > self._committed or self._is_kept_for_one_before(slot, request)
-
-    def _is_kept_for_one_before(self, slot: AdapterSlot, request: Request) -> bool:
-        kept_for = slot.kept_for
-        return kept_for is not None and kept_for.is_waiting and kept_for.order < request.order
+        return slot.last_step > self._committed or waits_before(slot.kept_for, request)
 
     def _is_wanted_for(self, slot: AdapterSlot, lora: ModelAdapter) -> bool:
         """Return whether a slot is marked for an adapter. First removes the mark of a request that no longer waits."""

@@ -139,6 +139,22 @@ def test_a_slot_that_was_filled_for_a_request_goes_to_a_more_urgent_one_that_com
     assert h.started == ["urgent", "late"]
 
 
+def test_a_request_that_leaves_no_longer_keeps_others_from_the_slot_that_it_waited_for():
+    """As on day 462 of tests.days: later requests with the slot's own adapter waited for ever."""
+    h = Adapted(1, max_num_seqs=3)
+    h.add("first", [1, 2], lora=adapter("a"), max_tokens=20)
+    while "first" not in h.started:
+        h.advance()
+    h.add("other", [1, 2], lora=adapter("b"))
+    h.advance()
+    h.add("same", [3, 4], lora=adapter("a"))
+    h.advance()
+    assert "same" not in h.started
+    h.abort("other")
+    h.until_done()
+    assert h.started == ["first", "same"]
+
+
 def test_a_slot_that_was_filled_for_a_request_is_kept_from_later_ones():
     h = Adapted(1)
     h.add("first", [1, 2], lora=adapter("a"))
