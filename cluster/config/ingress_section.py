@@ -70,14 +70,19 @@ class IngressSection(Section):
     batch_max_in_flight: int = Field(default=16, ge=1)  #: requests of a batch at a time, if no other requests wait
 
     def auth(self) -> AuthConfig:
-        """Return the limits of the HTTP edge. Raises ConfigError for invalid keys."""
+        """Return the limits of the HTTP edge. Raises ConfigError for invalid keys, and for admins without a key."""
         same = {
             field.name: getattr(self, field.name)
             for field in fields(AuthConfig)
             if field.name in type(self).model_fields
         }
         auth = AuthConfig(**same, num_ingresses=self.num_replicas)
-        auth.keys()
+        keys = auth.keys()
+        if keys is not None and not self.allow_runtime_key_updating:  # with it, the store has keys of other names
+            for name in self.admin_keys:
+                if not keys.has_name(name):
+                    limit = "names of keys in ingress.api_keys_file or ingress.api_keys"
+                    raise ConfigError("ingress.admin_keys", name, limit)
         return auth
 
     def check_limits(self, models: list[ModelSection]) -> None:

@@ -87,6 +87,15 @@ def test_limits_of_keys_that_could_not_be_kept_are_refused(ingress, message):
         AppConfig.parse({"models": [MODEL], "ingress": ingress})
 
 
+def test_an_admin_needs_a_key_of_the_configuration_unless_keys_are_made_while_the_server_runs(tmp_path):
+    (tmp_path / "keys").write_text(f"bob:{64 * '1'}\n")
+    keys = {**KEYS, "api_keys_file": str(tmp_path / "keys")}
+    IngressSection(**keys, admin_keys=["alice", "bob"]).auth()
+    IngressSection(**keys, admin_keys=["carol"], allow_runtime_key_updating=True, store="sqlite:///s").auth()
+    with pytest.raises(ConfigError, match=r"ingress.admin_keys must be names of keys in .*, got 'carol'"):
+        IngressSection(**keys, admin_keys=["alice", "carol"]).auth()
+
+
 def test_a_budget_of_money_needs_prices_and_prices_are_not_negative():
     ingress = {**KEYS, "key_limits": {"alice": {"budget_limits": [BUDGET]}}}
     config = AppConfig.parse({"models": [{**MODEL, "prices": {"engine_hour": 2.0}}], "ingress": ingress})
