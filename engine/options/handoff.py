@@ -17,9 +17,9 @@ class HandoffConfig:
 
     role: Literal["prefill", "decode", "encode", "replica"] = field(
         metadata={
-            "help": "`prefill` computes prompts for decode engines; `decode` may let prefill engines compute "
-            "its prompts; `encode` encodes images for both; `replica` only moves running requests and fetches cached "
-            "KV, which `decode` can also do."
+            "help": "Manta sets it from the pool, so leave it out. `prefill` computes prompts for decode engines; "
+            "`decode` may let prefill engines compute its prompts; `encode` encodes images for both; `replica` only "
+            "moves running requests and fetches cached KV, which `decode` can also do."
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(
