@@ -48,7 +48,7 @@ add_commands(app, INSPECT)
 k8s = App(help="Manifests for Kubernetes (k8s/README.md).")
 app.add_typer(k8s, name="k8s", rich_help_panel=RUN)
 
-UrlOption = Annotated[str, typer.Option(help="Address of the server.")]
+UrlOption = Annotated[str, typer.Option(help="Address of the server. SSL_CERT_FILE names a private certificate.")]
 URL = "http://127.0.0.1:8000"
 
 
