@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import ssl
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 import uvicorn
 import yaml
 from aiohttp import web
@@ -50,6 +52,18 @@ async def listening(app: FastAPI) -> AsyncGenerator[str]:
         await serving
 
 
+@asynccontextmanager
+async def aiohttp_server(app: web.Application, tls: ssl.SSLContext | None = None) -> AsyncGenerator[str]:
+    """Serve an application of aiohttp, and yield its port."""
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        yield str(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
 def calls(page: str, with_: str, url: str) -> list[str]:
     """The commands of a page's block that call a server, for the one at this URL."""
     text = block(page, "bash", with_=with_).replace("\\\n", " ").replace("http://127.0.0.1:8000", url)
@@ -61,7 +75,8 @@ async def call(command: str, folder: Path, **variables: str) -> str:
 
 
 async def test_a_key_is_made_with_limits_used_and_billed(tmp_path):
-    prices = yaml.safe_load(block("docs/quotas.md", "yaml", with_="admin_keys"))["models"][0]["prices"]
+    (application,) = yaml.safe_load(block("docs/quotas.md", "yaml", with_="admin_keys"))["applications"]
+    prices = application["args"]["models"][0]["prices"]
     store = StoreConfig(url=f"sqlite://{tmp_path}/store")
     async with fake_api(says("hello"), auth=AUTH, store=store, prices=Prices(**prices)) as api:
         await api.until_status()
@@ -94,17 +109,63 @@ async def test_an_adapter_is_added_replaced_and_unloaded(tmp_path):
 
 async def test_openais_client_gets_one_answer_for_a_key(tmp_path):
     async with fake_api(says("hello"), names=("default",)) as api, listening(api.app) as url:
-        program = block("docs/idempotency.md", "python", with_="Idempotency-Key").replace("http://127.0.0.1:8000", url)
+        program = block("docs/idempotency.md", "python", with_="answer.id").replace("http://127.0.0.1:8000", url)
         (tmp_path / "program.py").write_text(program)
         first, again = (await call(f"{sys.executable} program.py", tmp_path)).splitlines()
         assert first == again and first.endswith(" hello")
         assert len(api.engine.added) == 1
 
 
+async def test_openais_client_shows_a_stream_once_that_broke_and_that_ended_with_an_error(tmp_path):
+    keys, whole = [], ["An ", "ocean ", "is ", "salt."]
+
+    def event(text: str) -> bytes:
+        choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+        chunk = {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": "m", "choices": [choice]}
+        return f"data: {json.dumps(chunk)}\n\n".encode()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        keys.append(request.headers["Idempotency-Key"])
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        for text in whole[: {1: 3, 2: 2}.get(len(keys))]:
+            await stream.write(event(text))
+        if len(keys) == 1:
+            assert request.transport is not None
+            request.transport.close()
+        else:
+            end = b'{"error": {"message": "the engine ended"}}' if len(keys) == 2 else b"[DONE]"
+            await stream.write(b"data: " + end + b"\n\n")
+        return stream
+
+    program = block("docs/idempotency.md", "python", with_="stream=True")
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    async with aiohttp_server(app) as port:
+        (tmp_path / "program.py").write_text(program.replace("8000", port).replace("sleep(1)", "sleep(0)"))
+        shown = await call(f"{sys.executable} program.py", tmp_path)
+    assert shown == "".join(whole) and len(keys) == 3 and len({*keys}) == 1
+
+
+def test_the_command_for_slow_requests_finds_the_line_of_the_log_that_the_page_shows(tmp_path):
+    if shutil.which("jq") is None:
+        pytest.skip("no jq")
+    sample = json.loads(block("docs/observability.md", "json", with_="request ended").replace("\n", ""))
+    command = block("docs/debugging.md", "bash", with_="jq").replace("/tmp/ray/session_latest/logs/", "")
+    moment = "2026-11-24T14:03:00.000+00:00"
+    slow, fast = ({**sample, "time": moment, "first_token_s": seconds} for seconds in (3.0, 0.1))
+    other = {**slow, "message": "request sent"}
+    later = {**slow, "time": "2026-11-24T14:05:00.000+00:00"}
+    lines = ["no JSON", *map(json.dumps, (slow, fast, other, later))]
+    (tmp_path / "worker-1.err").write_text("\n".join(lines))
+    assert [json.loads(line) for line in run(command, tmp_path).splitlines()] == [slow]
+
+
 async def test_mantas_own_clients_trust_the_certificate_that_the_page_makes(tmp_path):
     make, check, _, explain = [
         line
-        for line in block("docs/security.md", "bash", with_="SSL_CERT_FILE").splitlines()
+        for with_ in ("openssl", "SSL_CERT_FILE")
+        for line in block("docs/security.md", "bash", with_=with_).splitlines()
         if not line.startswith("#")
     ]
     await call(make, tmp_path)
@@ -116,16 +177,11 @@ async def test_mantas_own_clients_trust_the_certificate_that_the_page_makes(tmp_
 
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
-        port = str(runner.addresses[0][1])
-        check, explain = check.replace("8000", port), f"{explain.replace('8000', port)} --json"
+    async with aiohttp_server(app, tls) as port:
+        check = check.replace("8000", port) + f" --resolve llm.example.com:{port}:127.0.0.1"
+        explain = explain.replace("llm.example.com:8000", f"localhost:{port}") + " --json"
         assert json.loads(await call(check, tmp_path)) == {"path": "/health"}
         untrusted = await call(check.replace("--cacert server.pem", "-s -w %{exitcode}") + " || true", tmp_path)
         assert untrusted == "60", "the certificate is not trusted by itself"
-        trusting = {"SSL_CERT_FILE": str(tmp_path / "server.pem"), "PYTHONPATH": str(ROOT), "KEY": "sk"}
+        trusting = {"SSL_CERT_FILE": str(tmp_path / "server.pem"), "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "sk"}
         assert json.loads(await call(explain, tmp_path, **trusting)) == {"path": "/debug/requests/ID"}
-    finally:
-        await runner.cleanup()
