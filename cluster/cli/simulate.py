@@ -44,7 +44,7 @@ def simulate(
 
     manta simulate --trace mooncake --rate 8 --replicas 16 --router random
 
-    manta simulate --trace azure-conversation --rate 60 --plan --prefill-replicas 1
+    manta simulate --trace azure-conversation --rate 60 --requests 6000 --plan --prefill-replicas 1
     """
     from cluster.lab.idle_flags import check_simulate
     from cluster.lab.planning.known_models import replica_sizes

@@ -43,6 +43,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"make (serve|install)": "tests/serve/test_start.py",
     r".*manta check Qwen": INDEX,
     r".*(pip|hf|uv|optimum-cli) |python\S* -m (venv|pip)": INDEX,
+    r"manta serve pocket --num-threads": "tests/cluster/cli/test_serve.py",
     r"manta serve pocket --lora-modules": "tests/serve/replicas/test_lora.py",
     r"manta (serve pocket --max-replicas|bench serve)": "takes minutes",
     r"manta serve$": "tests/serve/test_installed.py",
@@ -53,7 +54,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"ray |manta serve serve_config.yaml": NODES,
     r"manta generate|cat in.jsonl": "tests/docs/test_offline.py",
     r"serve run": "tests/serve/serve_run.py",
-    r"serve deploy|echo|cat|manta verify": SERVER,
+    r"serve deploy|echo|cat [^/]|manta verify": SERVER,
     r"python -c import sys,yaml": "tests/docs/test_observability.py",
     r"import json|for i in|python -c|.*manta simulate": HERE,
     r"manta bench offline": "tests/cluster/cli/bench",
@@ -61,6 +62,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"manta tune": "tests/cluster/cli/parts/tape/test_tune.py",
     r"curl .*(v1/models|embeddings|rerank)": "tests/serve/test_embeddings.py",
     r"curl .*(/key/|usage|/metrics|lora_adapter)|grep manta_key": "tests/docs/test_recipes.py",
+    r"cat /tmp/ray|select|startswith": "tests/docs/test_recipes.py",
     r"curl": SERVER,
     r"claude": "tests/clients/test_command_lines.py",
     r"python -m tools.pocket": HOURS,
@@ -149,7 +151,7 @@ def test_helm_accepts_the_values_of_the_page():
     """Rendered, since there is no cluster to install in."""
     for line in block("k8s/README.md", "bash", with_="helm template").splitlines():
         if re.match("helm (install|upgrade)", line):
-            command = re.sub("helm (install|upgrade)", "helm template", line).replace("--reuse-values ", "")
+            command = re.sub("helm (install|upgrade)", "helm template", line).replace("--reset-then-reuse-values ", "")
             assert "kind: RayService" in run(command, ROOT)
 
 
