@@ -66,9 +66,10 @@ class EngineOptions:
         "with GPUs use 8192.",
     )
     max_prefill_step_s: float = option(
-        0.05,
+        0.2,
         "Time in seconds that a step with prompts is to take at most. The engine learns how many tokens of prompts fit "
-        "into it; a 64th of `max_num_batched_tokens` always do. 0 sets no limit (docs/scheduling.md).",
+        "into it; a 64th of `max_num_batched_tokens` always do. 0 sets no limit, and is the offline `LLM`'s default "
+        "(docs/scheduling.md).",
     )
     long_prefill_token_threshold: int = option(
         0,

@@ -107,8 +107,8 @@ class LLM:
     ):
         model = str(model) if revision is None else f"{model}@{revision}"
         options = engine_options(options)
-        # with a single client there is no need to keep the queue short
-        options = {"model": model, "max_waiting": sys.maxsize, **options}
+        # with a single client there is no need to keep the queue or steps short
+        options = {"model": model, "max_waiting": sys.maxsize, "max_prefill_step_s": 0.0, **options}
         if is_gpu(options.get("device", "auto")):
             options = GPU_DEFAULTS | options
         self.config = EngineConfig(**options)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import block, blocks, page, run
+from tests.docs.pages import block, run
 from tests.serve.serve_run import ServeRun
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -79,6 +79,6 @@ def test_anthropics_client_is_answered(server):
 
 
 def test_a_configuration_is_deployed_again(server, folder):
-    (command,) = blocks(page("docs/operations.md"), "bash")
+    command = block("docs/operations.md", "bash", with_="127.0.0.1:8265")
     dashboard = server.dashboard()
     run(command.replace("http://127.0.0.1:8265", dashboard), folder)

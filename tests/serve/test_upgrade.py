@@ -73,7 +73,7 @@ def versions(tmp_path) -> list[Installed]:
     """The commit before, and this tree."""
     archive = subprocess.run(["git", "archive", "HEAD^"], cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(tmp_path / "before", filter="data")
+        files.extractall(tmp_path / "before")
     wheels = [build_wheel(tree, tmp_path / f"wheel{i}") for i, tree in enumerate((tmp_path / "before", ROOT))]
     return [Installed(wheel, tmp_path / f"installed{i}", writable=True) for i, wheel in enumerate(wheels)]
 

@@ -97,7 +97,7 @@ def test_a_wheel_of_the_sdist_is_the_wheel_of_the_checkout(wheel, tmp_path, monk
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1750000000")
     (tmp_path / "again").mkdir(), (tmp_path / "sdist").mkdir(), (tmp_path / "theirs").mkdir()
     with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as files:
-        files.extractall(tmp_path, filter="data")
+        files.extractall(tmp_path)
     again = build("wheel", ROOT, tmp_path / "again")
     theirs = build("wheel", tmp_path / "manta_serve-0.1.0", tmp_path / "theirs")
     assert theirs.read_bytes() == again.read_bytes()
