@@ -93,10 +93,10 @@ def forms() -> Forms:
 
 
 def _kinds_below(base: type) -> Iterator[type]:
-    """Yield the classes that derive from one, but not those that only others derive from. Only our own: tests have
-    further ones."""
+    """Yield the classes that derive from one, by name, but not those that only others derive from. Only our own: tests
+    have further ones."""
     package = __name__.removesuffix("cluster.versions.borders")
-    found: list[type] = base.__subclasses__()
+    found: list[type] = sorted(base.__subclasses__(), key=name_of)  # else in the order in which they were imported
     for kind in found:
         yield from _kinds_below(kind)
     ours = base.__module__.startswith((f"{package}engine.", f"{package}deployments."))
