@@ -31,7 +31,7 @@ def requests(count: int = 7, **params) -> list[GenerateRequest]:
         GenerateRequest(
             request_id=str(i),
             prompt=prompt,
-            params=SamplingParams(**{"temperature": 0.0, "max_tokens": 4 + 2 * i, "ignore_eos": True, **params}),
+            params=SamplingParams(**{"temperature": 0.0, "max_tokens": 4 + 3 * i, "ignore_eos": True, **params}),
         )
         for i, prompt in enumerate(prompts)
     ]

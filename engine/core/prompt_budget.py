@@ -87,8 +87,10 @@ class PromptBudget:
         return request.num_preemptions > 0 or request.overtaken >= len(request.tokens)
 
     def chunk(self, request: Request, room: int, *, alone: bool) -> int:
-        """Return how many tokens of a prompt a step with so much room computes. alone: whether the engine has no other
-        request, so that a long prompt holds up nobody."""
+        """Return how many tokens of a prompt a step with so much room computes; none of one that must be computed at
+        once and does not fit. alone: whether the engine has no other request, so that a long prompt holds up nobody."""
+        if self._whole and request.pending > room:
+            return 0
         count = min(request.pending, room)
         return count if alone else min(count, self._threshold)
 

@@ -13,7 +13,7 @@ def test_paging_wastes_under_4_percent_and_reserving_the_maximum_over_60():
 def test_larger_blocks_waste_more():
     assert (
         measure(requests=100, block_size=128, progress=False).paged_waste
-        > 3 * measure(requests=100, block_size=16, progress=False).paged_waste
+        > 2 * measure(requests=100, block_size=16, progress=False).paged_waste
     )
 
 
