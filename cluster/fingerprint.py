@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.distribution import DISTRIBUTION, ROOT
 from engine.config import EngineConfig
-from engine.source_digest import as_in_a_checkout, digest, digest_of_files, package_version
+from engine.source_digest import KERNEL_PACKAGES, as_in_a_checkout, digest, digest_of_files, package_version
 from engine.text.tokenizer_files import VOCABULARY_FILES
 from engine.wire.generate_request import ModelIdentity
 
@@ -20,9 +20,10 @@ PARTS = ("weights", "tokenizer", "options", "code", "adapter")  # the last one o
 DIGITS = 8  # hexadecimal digits of each part
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json",
               "chat_template*", "additional_chat_templates/*", *VOCABULARY_FILES)  # fmt: skip
-NUMERICS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "torch_compile", "determinism",
-            "structured_outputs")  # fmt: skip
-KERNEL_PACKAGES = (DISTRIBUTION, "torch", "numba", "triton", "transformers", "tokenizers", "llguidance")
+KV_OPTIONS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "load_format", "torch_compile", "determinism")
+"""Options on which the bits of KV depend."""
+NUMERICS = (*KV_OPTIONS, "structured_outputs")
+ANSWER_PACKAGES = (DISTRIBUTION, *KERNEL_PACKAGES, "tokenizers", "llguidance")
 
 
 def fingerprint(identity: ModelIdentity, text_folder: Path, pools: Collection[EngineConfig], *more: object) -> str:
@@ -52,4 +53,4 @@ def _code() -> str:
     call."""
     folders = ROOT / "engine", ROOT / "deployments" / "openai"
     sources = [digest_of_files(folder, ["**/*.py"], as_in_a_checkout) for folder in folders]
-    return digest(text.encode() for text in (*sources, *map(package_version, KERNEL_PACKAGES)))
+    return digest(text.encode() for text in (*sources, *map(package_version, ANSWER_PACKAGES)))

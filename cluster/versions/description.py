@@ -9,6 +9,7 @@ import msgspec
 
 from cluster.config.app_config import AppConfig
 from cluster.distribution import version_and_commit
+from cluster.fingerprint import KV_OPTIONS
 from cluster.model_info import model_info
 from cluster.serve_config import check_serve_config, load, ours
 from cluster.versions.borders import forms, roots
@@ -18,8 +19,6 @@ from engine.errors import ConfigError
 from engine.kv_transfer.fingerprint import LAYOUT_VERSION
 from engine.parts.tape.snapshot import KINDS
 from engine.source_digest import numerics_digest
-
-KV_OPTIONS = ("dtype", "quantization", "kv_cache_dtype", "block_size", "determinism", "load_format", "torch_compile")
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
