@@ -71,16 +71,8 @@ def summary(form: str, rounds: list[list[dict[str, Any]]]) -> FormReport:
         median(report["output_tokens_per_s"]["median"] for report in reports) for reports in zip(*rounds, strict=True)
     ]
     alone = [reports[0] for reports in rounds]
-    first, memory = (median(pick(report) for report in alone) for pick in (first_ms, peak_gib))
-    return FormReport(form, tokens, first, memory)
-
-
-def first_ms(report: dict[str, Any]) -> float:
-    return float(report["ttft_ms"]["median"])
-
-
-def peak_gib(report: dict[str, Any]) -> float:
-    return float(report["peak_rss_gib"])
+    first_token_ms = median(report["ttft_ms"]["median"] for report in alone)
+    return FormReport(form, tokens, first_token_ms, median(report["peak_rss_gib"] for report in alone))
 
 
 def show_report(report: FormsReport) -> None:

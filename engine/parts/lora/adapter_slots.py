@@ -61,9 +61,9 @@ class AdapterSlots(Part):
 
     A request whose adapter is not in a slot is skipped, so that later ones start meanwhile. If running sequences use
     all slots, the request marks the slot with the fewest sequences. Later requests for the adapter in that slot then
-    wait behind it, so a popular adapter cannot keep another adapter out for ever. A slot is kept for
-    the first request that can start with its adapter, but not from one before it, which may come later: preempted, or
-    more urgent.
+    wait behind it, so a popular adapter cannot keep another adapter out for ever. A slot is kept for the first
+    request that can start with its adapter, but not from one before it, which may come later: preempted, or more
+    urgent.
     """
 
     asks = ModelAdapter
