@@ -284,7 +284,6 @@ def config(metadata: Metadata, tensors: dict[str, Entry], factors: dict[str, lis
         **_recurrent(keys),
         **_experts(keys, tensors, parts),
         **{name: keys.number(key) for name, key in own.numbers.items() if keys.get(key) is not None},
-        **({"linear_value_head_dim": linear_heads(metadata).value_size} if own.numbers is LINEAR else {}),
         **own.fields,
     }  # fmt: skip
 
@@ -346,7 +345,10 @@ def _windows(keys: Keys, per_head: int, head_dim: int) -> Fields:
 
 
 def _recurrent(keys: Keys) -> Fields:
-    """Return which layers have attention, and which a recurrent layer instead, as those without KV heads."""
+    """Return the size of linear attention's value heads; or which layers have attention, and which a recurrent layer
+    instead, as those without KV heads."""
+    if keys.prefix in ("qwen35", "qwen35moe"):
+        return {"linear_value_head_dim": linear_heads(keys.metadata).value_size}
     if keys.prefix not in (kinds := {"lfm2": "conv", "lfm2moe": "conv", "granitehybrid": "linear_attention"}):
         return {}
     counts = keys.metadata.get(f"{keys.prefix}.attention.head_count_kv")
