@@ -55,9 +55,16 @@ class Method(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
     number: int
 
 
+class LongInt(msgspec.Struct, frozen=True, array_like=True, tag=5, gc=False):
+    """An integer that MessagePack has no form for: outside [-2**63, 2**64)."""
+
+    digits: str
+    """Hexadecimal."""
+
+
 LEAVES = frozenset({int, float, str, bytes, bool, NoneType})
 """Types of values that stand for themselves. Any other value is one of those above."""
-OTHERS = (Ref, Row, Constant, Method, Zeros)
+OTHERS = (Ref, Row, Constant, Method, Zeros, LongInt)
 WRITTEN = frozenset({Zeros})  # values that are written as they are
 CONTAINERS: tuple[type, ...] = (list, dict, set, deque, OrderedDict, Counter, defaultdict)
 
@@ -186,7 +193,11 @@ class GraphWriter:
             kind, written, _ = self._things[done]
             nodes.append((kind, self._content(kind, written)))
             done += 1
-        return self._schema + ENCODER.encode((values, nodes))
+        try:
+            return self._schema + ENCODER.encode((values, nodes))
+        except OverflowError:
+            nodes = [(kind, _with_long_ints(content)) for kind, content in nodes]
+            return self._schema + ENCODER.encode((_with_long_ints(values), nodes))
 
     def _content(self, kind: int, thing: Any) -> Any:
         if kind < len(CONTAINERS):
@@ -237,6 +248,16 @@ class GraphWriter:
         found = self._refs[id(thing)] = Ref(len(self._things))
         self._things.append((number, written, thing))  # both live as long as their ids count
         return found
+
+
+def _with_long_ints(value: Any) -> Any:
+    """Return what is to be written, with each integer in a form that can be."""
+    kind = type(value)
+    if kind is int:
+        return value if -(2**63) <= value < 2**64 else LongInt(f"{value:x}")
+    if kind is list:
+        return [_with_long_ints(one) for one in value]
+    return Row(value.kind, _with_long_ints(value.items)) if kind is Row else value
 
 
 class GraphReader:
@@ -314,6 +335,8 @@ class GraphReader:
             return row(*items) if hasattr(row, "_fields") else row(items)
         if kind is Zeros:
             return self._zeros(value)
+        if kind is LongInt:
+            return int(value.digits, 16)
         if value.number < 0:
             raise UnknownState(f"{value.number} is no number")
         if kind is Constant:

@@ -75,6 +75,13 @@ def test_objects_come_back_with_their_values_their_circles_and_what_they_share()
     assert method.__self__ is a and method() == 14
 
 
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 7**90, -(7**90)])
+def test_integers_of_any_size_come_back(number):
+    part = Part(number, {"in a row": (number, Point(number, None)), number: [number]})
+    (again, root, method) = read(write(part, number, part.double))
+    assert (again.value, again.others, root, method()) == (number, part.others, number, 2 * number)
+
+
 def test_containers_keep_their_class_and_order():
     found = defaultdict(list, {"a": [1]})
     ordered, part = OrderedDict.fromkeys([3, 1, 2]), Part(1)

@@ -49,6 +49,15 @@ def test_a_request_whose_blocks_come_too_late_is_queued_again():
     replayed(harness, tape)
 
 
+def test_a_machine_that_has_been_up_for_years_has_tapes_with_tiers():
+    harness = make(num_blocks=16)
+    harness.now += 10 * 365 * 86400.0
+    stored(harness)
+    tape = attach(harness)
+    evicted(harness)
+    replayed(harness, tape)
+
+
 @pytest.mark.parametrize("error", [RequestTimeout("again", 1.0), EngineError("again", "its logits are not finite")])
 def test_an_error_forgets_the_blocks_of_a_request_in_the_tiers_again_only_if_they_may_be_wrong(error):
     harness = make(num_blocks=64)
