@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections import defaultdict
 from typing import Literal
@@ -17,6 +19,23 @@ from engine.wire.sampling_params import SamplingParams
 from engine.wire.token_delta import TokenBatch, TokenDelta
 
 LIMIT_MS = 60_000
+PORTS_PER_WORKER = 800
+FIRST_PORT = 20_000 + PORTS_PER_WORKER * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 12_000
+NEXT_PORT = itertools.cycle(range(FIRST_PORT, FIRST_PORT + PORTS_PER_WORKER))
+
+
+def bind(socket: zmq.Socket) -> str:
+    """Bind to a port that this process has not had lately, nor another worker of pytest, and return the address: a
+    sender that outlives its receiver connects again, to whoever has the port next."""
+    for port in itertools.islice(NEXT_PORT, PORTS_PER_WORKER):
+        try:
+            socket.bind(address := f"tcp://127.0.0.1:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+        else:
+            return address
+    raise OSError(f"no free port from {FIRST_PORT} on")
 
 
 class Inbox:
@@ -24,7 +43,7 @@ class Inbox:
 
     def __init__(self, context: zmq.Context, message_type: object):
         self._socket = context.socket(zmq.PULL)
-        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.address = bind(self._socket)
         self._decode = msgspec.msgpack.Decoder(message_type).decode
 
     def receive(self):

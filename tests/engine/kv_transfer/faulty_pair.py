@@ -31,6 +31,7 @@ from engine.wire.token_delta import TokenBatch, TokenDelta
 from tests.engine.kv_transfer.engine_process import EngineProcess
 from tests.engine.kv_transfer.link import Link, address_of
 from tests.engine.kv_transfer.pair import is_empty
+from tests.engine_sockets import bind
 from tests.processes import outlives_test
 
 LIMIT_S = 60.0  # only bounds a failure
@@ -287,7 +288,7 @@ class FaultyPair:
 
 def inbox(context: zmq.Context) -> tuple[zmq.Socket, str]:
     end = context.socket(zmq.PULL)
-    return end, f"tcp://127.0.0.1:{end.bind_to_random_port('tcp://127.0.0.1')}"
+    return end, bind(end)
 
 
 def drain(end: zmq.Socket) -> Iterator[bytes]:

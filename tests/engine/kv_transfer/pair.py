@@ -17,7 +17,7 @@ from engine.wire.messages import Command, EngineStatus, Notice, kinds_of
 from engine.wire.parts.handoffs import CancelDispatch, CancelPrefill, DispatchRemote, Prefill, RemoteRequestFailed
 from engine.wire.parts.holds import HoldStats
 from engine.wire.remote_request import RemoteRequest
-from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread
+from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread, bind
 from tests.rank_pool import TIMEOUT_S, RankPool, run_worker
 
 POLL_MS = 20
@@ -29,7 +29,7 @@ class Engine:
     def __init__(self, context: zmq.Context, config: EngineConfig, name: str, ranks: RankPool):
         self.config, self._ranks = config, ranks
         self.inbox = context.socket(zmq.PULL)
-        port = self.inbox.bind_to_random_port("tcp://127.0.0.1")
+        status_to = bind(self.inbox)
         size, group = config.num_ranks, None
         if size > 1:
             options = {**group_options(config), "device": "cpu"}
@@ -37,7 +37,7 @@ class Engine:
             for rank in range(1, size):
                 ranks.call(rank, run_worker, config, rank, group.address, options)
             group.join(TIMEOUT_S)
-        self.server = EngineServer(config, engine_id=name, status_to=f"tcp://127.0.0.1:{port}", group=group)
+        self.server = EngineServer(config, engine_id=name, status_to=status_to, group=group)
         self.commands = context.socket(zmq.PUSH)
         self.commands.connect(self.server.address)
         self.status: EngineStatus | None = None

@@ -18,7 +18,7 @@ from engine.serving.server import EngineServer
 from engine.wire.messages import EngineStatus, Notice, kinds_of
 from engine.wire.parts.handoffs import DispatchRemote, Prefill
 from tests.engine.kv_transfer.test_families import LENGTHS, alone, flat, make_config, prompt
-from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread
+from tests.engine_sockets import LIMIT_MS, Ingress, ServerThread, bind
 from tests.models import make_model
 from tests.rank_pool import TIMEOUT_S, RankPool, run_worker
 from tests.shared_engines import run_rank
@@ -30,7 +30,7 @@ class Group:
     def __init__(self, context: zmq.Context, config: EngineConfig, pool: RankPool):
         self.config, self._pool = config, pool
         self.inbox = context.socket(zmq.PULL)
-        status_to = f"tcp://127.0.0.1:{self.inbox.bind_to_random_port('tcp://127.0.0.1')}"
+        status_to = bind(self.inbox)
         options = {**group_options(config), "device": "cpu"}
         self._ranks = TPGroup.listen(config.world_size, **options)
         call = run_rank if config.data_parallel_size > 1 else run_worker
