@@ -40,14 +40,19 @@ Window = tuple[str, float]  # name of a limit, and start
 class Book:
     """What requests of one key have really used, over all ingresses."""
 
-    def __init__(self, limits: KeyLimits):
+    def __init__(self, limits: KeyLimits, off_s: float):
+        """off_s: largest error of an ingress's clock."""
+        self.off_s = off_s
         self.limits = {limit.name: limit for limit in limits.all()}
         self.used = defaultdict[Window, float](float)
         self.over = defaultdict[Window, float](float)
         """By how much that may exceed the limit: what requests cost more than expected, what ingresses take without the
         store, and what another ingress had admitted."""
         self.most = defaultdict[Window, float](float)
-        """The same when it was the most: what requests do not use of their `max_tokens` comes back."""
+        """The same when it was the most: what requests do not use of their `max_tokens` comes back, and other ingresses
+        know it once it is written."""
+        self.returned = defaultdict[Window, list[tuple[float, float]]](list)
+        """What came back of late: when, by the clock of its ingress, and how much."""
         self.used_at: dict[Window, float] = {}
         """When that was the last time, by the clock of the ingress that did."""
         self.largest = defaultdict[Window, float](float)
@@ -65,8 +70,10 @@ class Book:
             return
         window = name, start
         self.used[window] += amount
-        self.most[window] = max(self.most[window], self.used[window])
-        self.used_at[window] = quota.wall()
+        now = self.used_at[window] = quota.wall()
+        late = [(at, back) for at, back in self.returned[window] if at + WRITTEN_S + 2 * self.off_s > now]
+        self.most[window] = max(self.most[window], self.used[window] + sum(back for _, back in late))
+        self.returned[window] = [*late, (now, -amount)] if amount < 0 else late
         self.over[window] += over
         quota.used[window] += amount
 
@@ -156,7 +163,7 @@ class QuotaPart(Part):
         self._cluster, self._day, self._plan = world.cluster, world.day, plan
         self._rng, self.seen = random.Random(f"{world.day.seed} quotas"), world.cluster.seen
         self._limits = dict(plan.keys)
-        self.books = {name: Book(limits) for name, limits in plan.keys}
+        self.books = {name: Book(limits, plan.off_s) for name, limits in plan.keys}
         self._quotas: dict[Ingress, Quotas] = {}
         world.quota_of, world.is_refusal = self.of, self.refusal
         chance = SimpleNamespace(token_hex=lambda size: f"{self._rng.getrandbits(8 * size):0{2 * size}x}")
