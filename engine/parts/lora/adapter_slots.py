@@ -33,8 +33,8 @@ class AdapterSlot:
     kept_for: Request | None = None
     """The first request that can start with the adapter; None once one has started."""
     wanted_by: Request | None = None
-    """A waiting request whose adapter gets this slot next. Later requests with the slot's present adapter do not
-    start."""
+    """A waiting request whose adapter gets this slot next, unless an earlier request needs it. Later requests with the
+    slot's present adapter do not start."""
 
     @property
     def digest(self) -> str:
@@ -178,7 +178,7 @@ class AdapterSlots(Part):
         self._running = {user: slot for user, slot in self._running.items() if user.slot >= 0}
         used = Counter(self._running.values())
         marked = next((slot for slot in self.slots if self._is_wanted_for(slot, lora)), None)
-        ready = [slot for slot in self.slots if not slot.load and (slot.wanted_by is None or slot is marked)]
+        ready = [s for s in self.slots if not s.load and (s is marked or not waits_before(s.wanted_by, request))]
         idle = [slot for slot in ready if not used[slot] and not self._is_needed(slot, request)]
         if idle:
             slot = min(idle, key=lambda slot: (slot.lora is not None, slot.last_step))

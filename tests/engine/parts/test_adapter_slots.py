@@ -139,6 +139,20 @@ def test_a_slot_that_was_filled_for_a_request_goes_to_a_more_urgent_one_that_com
     assert h.started == ["urgent", "late"]
 
 
+def test_a_slot_that_a_request_waits_for_goes_to_a_more_urgent_one_that_comes_later():
+    """As on day 1148 of tests.days: the urgent one held all blocks, without which nobody who had the slot started."""
+    h = Adapted(1, scheduling_policy="priority")
+    h.add("first", [1, 2], lora=adapter("a"), priority=1, max_tokens=20)
+    while "first" not in h.started:
+        h.advance()
+    h.add("late", [1, 2], lora=adapter("b"), priority=1)
+    h.advance()
+    h.add("urgent", [1, 2], lora=adapter("c"), priority=0)
+    h.until_done()
+    assert h.started == ["first", "urgent", "late"]
+    assert h.slots.new_load(adapter("d")) == 4, "each adapter was loaded once"
+
+
 def test_a_request_that_leaves_no_longer_keeps_others_from_the_slot_that_it_waited_for():
     """As on day 462 of tests.days: later requests with the slot's own adapter waited for ever."""
     h = Adapted(1, max_num_seqs=3)
