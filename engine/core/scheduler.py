@@ -146,8 +146,7 @@ class Scheduler:
         for opened in self.parts.opened:
             opened(request, asked)
         self.queue.add(request)
-        if (deadline := request.clock.deadline_at) is not None and deadline < self.next_deadline:
-            self.next_deadline = deadline
+        self.next_deadline = min(self.next_deadline, request.clock.deadline_at)
         logger.debug("request queued request_id=%s prompt_tokens=%d", request.request_id, request.num_prompt)
         return request
 
@@ -163,22 +162,16 @@ class Scheduler:
         request = self.queue.live.get(request_id)
         if request is None:
             return
-        why = str(error or "cancelled")
-        if not any(cancelled(request, why) for cancelled in self.parts.cancelled):
+        if not any(cancelled(request, str(error or "cancelled")) for cancelled in self.parts.cancelled):
             self.finish(request, "error" if error else reason, now, error=error)
 
     def _abort_overdue(self, now: float) -> None:
-        due, self.next_deadline = list[tuple[float, Request]](), math.inf
-        for request in self.queue.live.values():
-            if (deadline := request.clock.deadline_at) is None or request.state is State.LEASED:
-                continue
-            if deadline <= now:
-                due.append((deadline, request))
-            elif deadline < self.next_deadline:
-                self.next_deadline = deadline
-        for deadline, request in due:
-            error = RequestTimeout(request.request_id, deadline - request.clock.arrived_at)
-            self.abort(request.request_id, now, error)
+        clocks = [(request.clock.deadline_at, request) for request in self.queue.live.values()]
+        self.next_deadline = min((deadline for deadline, _ in clocks if deadline > now), default=math.inf)
+        for deadline, request in clocks:
+            if deadline <= now and request.state is not State.LEASED:
+                error = RequestTimeout(request.request_id, deadline - request.clock.arrived_at)
+                self.abort(request.request_id, now, error)
 
     # -- plan ----------------------------------------------------------------------------------------------
 
@@ -205,7 +198,7 @@ class Scheduler:
         self._plan_prompts(prompts, budget, now, may_start=self.totals.preemptions == before)
         if not self._builder.requests and self.totals.preemptions > before:
             self._start_step(len(self.queue.running))  # a preempted request may have used them up
-            self._plan_prompts([], self.config.max_num_batched_tokens, now, may_start=True)
+            self._plan_prompts(prompts, self.config.max_num_batched_tokens, now, may_start=not self.queue.running)
         if not self._builder.requests:
             return None
         self.totals.steps += 1
@@ -222,7 +215,7 @@ class Scheduler:
         """Plan the running requests that lack one token, in order. Returns the tokens left for others, and the running
         requests that lack more: prompts."""
         budget, queue, prompts = self.config.max_num_batched_tokens, list(self.queue.running), list[Request]()
-        limits, drafters, unplanned = self.parts.up_to, self.parts.drafts, len(queue)
+        drafters, unplanned = self.parts.drafts, len(queue)
         self._start_step(unplanned)
         kept = self.prompts.least if drafters and any(request.pending > 1 for request in queue) else 0  # from drafts
         for request in queue:
@@ -236,9 +229,7 @@ class Scheduler:
                 prompts.append(request)
                 continue
             unplanned -= 1
-            for up_to in limits:
-                count = up_to(request, count)
-            start = request.computed
+            count, start = self._limit(request, count), request.computed
             tokens = start + count
             if count > 0 and (tokens <= request.capacity or self._blocks.grow(request, tokens)):
                 drafts: list[int] = []
@@ -264,7 +255,7 @@ class Scheduler:
                 break
         oldest = min(prompts, key=lambda r: r.order, default=oldest)
         kept, blocked = self.prompts.kept_for(oldest, left) if prompts else 0, math.inf
-        for request in self.prompts.ranked({*prompts, *waiting}):
+        for request in self.prompts.ranked({*prompts, *waiting}, now):
             if request is oldest:
                 kept = 0
             ran, expected = request in running, self.prompts.left_of(request)
@@ -281,10 +272,8 @@ class Scheduler:
         for request in self.queue.waiting:
             if request.in_flight:
                 break  # it was preempted, and its last token has not arrived yet
-            if request.is_undecided:
-                continue  # its next mask is still being computed, which may take long
-            if not all(may_start(request) for may_start in self.parts.may_start):
-                continue  # what it needs is still on its way
+            if request.is_undecided or not all(may_start(request) for may_start in self.parts.may_start):
+                continue  # its next mask is still being computed, which may take long, or what it needs is on its way
             found.append(request)
             if len(found) == LOOKED_AT or not (self.queue.has_free_slot or receive):
                 break
@@ -335,10 +324,7 @@ class Scheduler:
 
     def _reserve(self, request: Request, startable: bool, now: float) -> bool:
         """Decide where a prompt is computed, and give the request its blocks. The request then waits for a slot, or for
-        KV from another engine.
-
-        Returns False if the request has to wait for blocks or for a slot.
-        """
+        KV from another engine. Returns False if it has to wait for blocks or for a slot."""
         if not startable and not any(may_receive(request) for may_receive in self.parts.may_receive):
             return False
         matched = self.kv_cache.match(request, self._shorten)
