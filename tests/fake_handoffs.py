@@ -151,7 +151,7 @@ class PrefillHarness(Harness):
         self.ended: set[str] = set()
 
     def add_remote_prefill(
-        self, name: str, prompt: list[int], *, skip: int = 0, seed: int = 1, timeout_s=None, **params
+        self, name: str, prompt: list[int], *, skip: int = 0, seed: int = 1, timeout_s=None, ttft_slo_s=None, **params
     ) -> None:
         remote_request = RemoteRequest(
             handoff_id=name,
@@ -166,6 +166,7 @@ class PrefillHarness(Harness):
             fingerprint="print",
             decode=Peer("decode", "", 1),
             timeout_s=timeout_s,
+            ttft_slo_s=ttft_slo_s,
         )
         request = self.scheduler.apply(AddedRemote(remote_request), 0.0)
         if remote_request.params.structured_outputs is not None:

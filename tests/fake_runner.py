@@ -406,6 +406,7 @@ class Harness:
         client: str = "",
         hold: list[tuple[int, float]] | None = None,
         hold_name: str = "",
+        ttft_slo_s: float | None = None,
         **params,
     ) -> None:
         """hold: (tokens, seconds) of each mark."""
@@ -418,6 +419,7 @@ class Harness:
             cache_salt=cache_salt,
             prefill=prefill,
             client=client,
+            ttft_slo_s=ttft_slo_s,
         ).asking(
             kv_source,
             pooling,

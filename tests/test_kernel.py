@@ -20,7 +20,7 @@ LIMITS = {
     "distributed": 758,
     "model": 2_288,
     "runner": 1_226,
-    "core": 2_612,
+    "core": 2_610,
 }
 MAX_FILES = 94
 FEATURES = """

@@ -29,6 +29,10 @@ class FirstTokenDeadline:
         """Return the seconds until the limit. now: on the clock of the event loop."""
         return self.limit_s - (now - self.asked_at)
 
+    def wanted_s(self) -> float | None:
+        """Return the seconds from now until the limit; None without one."""
+        return None if math.isinf(self.limit_s) else self.left_s(asyncio.get_running_loop().time())
+
 
 _current: ContextVar[FirstTokenDeadline | None] = ContextVar("first_token_deadline", default=None)
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
+import msgspec
+
 from deployments.billing.bill import Bill, Used
 from deployments.frontend.costs.late_deltas import LateDeltas
 from deployments.frontend.costs.sequence_costs import SequenceCosts
@@ -59,10 +61,12 @@ class LiveGeneration:
         heard_by: tuple[Observe, ...] = (partial(SequenceCosts, self.usage.costs), *observers)
         pools = prompts[0][0].record(PoolingParams) is not None
         self._deadline = None if pools else current_deadline()
+        ttft_slo_s = None if self._deadline is None else self._deadline.wanted_s()
         for requests in prompts:
             context.stats.histograms["request_params_n"].observe(len(requests))
             for request in requests:
                 index, first = len(self._sequences), request is requests[0]
+                request = msgspec.structs.replace(request, ttft_slo_s=ttft_slo_s)
                 sequence = Sequence(index, request, http, context, self.usage, self._late, heard_by, first=first)
                 self._sequences[request.request_id] = sequence
         self._admission, self._channel, self._client = context.admission, context.channel, client

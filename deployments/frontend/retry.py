@@ -50,6 +50,7 @@ class RetryState:
         self._model = request.model
         self._max_replays = max_replays
         self._deadline_at = None if request.timeout_s is None else now + request.timeout_s
+        self._first_token_by = None if request.ttft_slo_s is None else now + request.ttft_slo_s
 
     @property
     def request_id(self) -> str:
@@ -77,7 +78,10 @@ class RetryState:
         The engine derives a missing seed from the request id, so later attempts carry the first attempt's seed."""
         left_s = self.left_s(now)
         timeout_s = None if left_s is None else max(left_s, MIN_TIMEOUT_S)
-        request = msgspec.structs.replace(self.request, timeout_s=timeout_s, model=self._model).asking(self.source)
+        slo_s = None if self._first_token_by is None or self.output else self._first_token_by - now
+        request = msgspec.structs.replace(
+            self.request, timeout_s=timeout_s, ttft_slo_s=slo_s, model=self._model
+        ).asking(self.source)
         if not self.num_retries:
             return request
         params = request.params

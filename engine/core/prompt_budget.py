@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -14,6 +15,7 @@ from engine.wire.plan import StepPlan
 LEAST_SHARE = 64  # a step has room for 1/64 of `max_num_batched_tokens` in prompts, however long that takes
 OLDEST_SHARE = 4  # the oldest prompt gets at least 1/4 of what a step has for prompts
 LONG_SHARE = 25  # a prompt is long from 1/25 of `max_model_len` on, as in vLLM, if no option says from where on
+HASTE = 2  # a prompt comes first once twice the time that it still takes is left until its first token is due
 PACE_SHARE = 4  # 1/4 of `max_num_batched_tokens` in prompts has as much weight in the pace as all steps before
 
 
@@ -61,15 +63,22 @@ class PromptBudget:
             request.expected = max(1, request.pending - self._kv_cache.likely_hit(request))
         return request.expected
 
-    def ranked(self, prompts: Iterable[Request]) -> list[Request]:
-        """Return prompts in the order in which they are computed: by priority, and then by how many tokens are left of
-        the prompt and of those of its client that are shorter. So nobody gains by cutting work into many requests."""
+    def ranked(self, prompts: Iterable[Request], now: float) -> list[Request]:
+        """Return prompts in the order in which they are computed: by priority, then those that are in a hurry, by when
+        they are due, and then by how many tokens are left of the prompt and of those of its client that are shorter. So
+        nobody gains by cutting work into many requests."""
         found = sorted(((r.order[0], self.left_of(r), r.order[1], r) for r in prompts), key=lambda row: row[:3])
         ahead, ranks = Counter[tuple[int, str]](), []
         for priority, left, arrival, request in found:
             ahead[priority, request.client] += left
-            ranks.append((priority, ahead[priority, request.client], arrival, request))
-        return [request for *_, request in sorted(ranks, key=lambda row: row[:3])]
+            ranks.append((priority, self._due(request, now), ahead[priority, request.client], arrival, request))
+        return [request for *_, request in sorted(ranks, key=lambda row: row[:4])]
+
+    def _due(self, request: Request, now: float) -> float:
+        """Return when the client wants the first token, if there is just time for that; else infinity."""
+        by = request.clock.first_token_by if request.clock.first_token_at is None else math.inf
+        takes_s = self.left_of(request) * self._pace + self._max_s  # and the step that runs when it arrives
+        return by if now < by <= now + HASTE * takes_s else math.inf
 
     def kept_for(self, oldest: Request, tokens: int) -> int:
         """Return how many of a step's tokens for prompts are kept for the oldest one."""
@@ -97,11 +106,9 @@ class PromptBudget:
     def may_be_partial(self, request: Request, running: Iterable[Request]) -> bool:
         """Return whether one more prompt may be computed partially. running: prompts that are being computed."""
         most, most_long = self._config.max_num_partial_prefills, self._config.max_long_partial_prefills
-        if most is None and most_long is None:
-            return True
-        partial = [other for other in running if other.pending > 1]
+        partial = [other.pending for other in running if other.pending > 1]
         if most is not None and len(partial) >= most:
             return False
         if most_long is None or self.left_of(request) <= self._long:
             return True
-        return sum(other.pending > self._long for other in partial) < most_long
+        return sum(pending > self._long for pending in partial) < most_long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -80,10 +81,15 @@ class RequestClock:
     """Times at which one request reached each stage, in seconds on the caller's clock."""
 
     arrived_at: float
-    deadline_at: float | None = None
+    deadline_at: float = math.inf
+    first_token_by: float = math.inf  #: when the client wants the first token
     scheduled_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
+
+    @staticmethod
+    def starting(now: float, *limits_s: float | None) -> RequestClock:
+        return RequestClock(now, *(math.inf if limit_s is None else now + limit_s for limit_s in limits_s))
 
 
 @dataclass(slots=True, eq=False)  # compared by identity
@@ -162,7 +168,7 @@ class Request:
             params=params,
             max_tokens=limit if params.max_tokens is None else min(params.max_tokens, limit),
             seed=seed_of(message.request_id) if params.seed is None else params.seed % 2**64,
-            clock=RequestClock(now, None if message.timeout_s is None else now + message.timeout_s),
+            clock=RequestClock.starting(now, message.timeout_s, message.ttft_slo_s),
             reply_to=message.reply_to,
             client=message.client,
             prefix=PrefixUse(message.cache_salt, skip_reading=params.prompt_logprobs is not None),

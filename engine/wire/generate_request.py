@@ -34,8 +34,7 @@ class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
     reply_to: str = ""
     """ZMQ address of the ingress's token channel; empty for in-process use."""
     client: str = ""
-    """Client to whom the compilation of the grammar and the blocks of holds are charged, and whose requests share its
-    turns in an engine."""
+    """Client to whom grammars and held blocks are charged, and whose requests share its turns in an engine."""
     timeout_s: float | None = None
     """Seconds from arrival after which the engine ends the request; None for no limit."""
     priority: int = 0
@@ -55,6 +54,7 @@ class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
     """Whether it is tried apart from others that ran in an engine that ended by itself, because it may be the cause."""
     when_idle: bool = False
     """Whether the request runs only on an idle engine: it is refused, or aborted, if the engine has other work."""
+    ttft_slo_s: float | None = None  #: seconds from arrival within which the client wants the first token
 
     def continued(self, output: list[int]) -> GenerateRequest:
         """Return the request for another engine, which continues after this output; prompt_logprobs came before it."""

@@ -49,3 +49,4 @@ class RemoteRequest(Asking, frozen=True, kw_only=True):
     decode: Peer
     client: str = ""  #: as in GenerateRequest
     timeout_s: float | None = None  #: seconds left until the request's deadline; None for no deadline
+    ttft_slo_s: float | None = None  #: as in GenerateRequest, the seconds left of it

@@ -41,7 +41,7 @@ def request_for(asked_by: RemoteRequest, now: float) -> Request:
         params=asked_by.params,
         max_tokens=len(asked_by.token_ids) - asked_by.num_prompt + 1,
         seed=asked_by.seed,
-        clock=RequestClock(now, None if asked_by.timeout_s is None else now + asked_by.timeout_s),
+        clock=RequestClock.starting(now, asked_by.timeout_s, asked_by.ttft_slo_s),
         client=asked_by.client,
         prefix=PrefixUse(asked_by.cache_salt),
         asked_by=asked_by,

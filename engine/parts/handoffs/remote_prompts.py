@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+
+import msgspec
 
 from engine.core.request import Request
 from engine.costs.request_cost import cost_of
@@ -105,9 +108,12 @@ class RemotePrompts:
         requests, source = self._requests, source_of(request)
         assert requests.peer is not None
         remote_of(request).num_attempts += source is None
-        timeout_s = None if request.clock.deadline_at is None else max(0.0, request.clock.deadline_at - now)
+        clock = request.clock
+        timeout_s = None if math.isinf(clock.deadline_at) else max(0.0, clock.deadline_at - now)
         handoff_id = requests.new_id(request) if source is None else source.handoff_id
         remote_request = requests.prompt(request, handoff_id, requests.peer, cached, timeout_s)
+        if clock.first_token_by < math.inf and clock.first_token_at is None:
+            remote_request = msgspec.structs.replace(remote_request, ttft_slo_s=clock.first_token_by - now)
         remote_of(request).handoff_id = handoff_id
         self.receiving[handoff_id] = request
         self.opened_at[handoff_id] = now

@@ -138,6 +138,7 @@ class AddedShape(Shape, frozen=True):
             priority=message.priority,
             prefill=message.prefill,
             num_prompt=message.num_prompt,
+            ttft_slo_s=message.ttft_slo_s,
         ).asking(*(record.without_text() for record in records)))  # fmt: skip
 
     def live(self, scheduler: Scheduler, answers: Answers) -> Added:

@@ -218,6 +218,11 @@ async def test_engines_without_work_take_a_request_whatever_its_limit_is(monkeyp
     monkeypatch.setattr(admission, "POLL_INTERVAL_S", 0.01)
     async with fake_api() as api:
         await calibrated(api)
+        answer = await ask_within(api, 60_000)
+        assert answer.status_code == 200
+        assert 50 < api.engine.added[-1].ttft_slo_s <= 60, "the engine's order of prompts follows it"
+        assert (await ask(api)).status_code == 200
+        assert api.engine.added[-1].ttft_slo_s is None
         answer = await ask_within(api, 1)
         assert answer.status_code == 200
         assert int(answer.headers["x-slo-ttft-bound-ms"]) > 0

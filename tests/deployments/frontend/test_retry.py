@@ -284,6 +284,16 @@ def tokens(*ids: int, **fields: Any) -> TokenDelta:
     return TokenDelta(request_id="a", token_ids=list(ids), **fields)
 
 
+def test_next_attempt_has_what_is_left_until_the_first_token_is_wanted_and_nothing_once_it_has_come():
+    asked = msgspec.structs.replace(request(), ttft_slo_s=2.0)
+    retry = RetryState(asked, 3, now=100.0)
+    assert retry.attempt(100.5).ttft_slo_s == 1.5
+    assert retry.replay(EngineUnavailable("rank 0 died")) == "engine_unavailable"
+    assert retry.attempt(103.0).ttft_slo_s == -1.0
+    retry.add(tokens(8))
+    assert retry.attempt(103.0).ttft_slo_s is None
+
+
 def test_next_attempt_has_the_output_in_its_prompt_and_what_is_left_of_the_time():
     retry = RetryState(request(timeout_s=10.0, prompt_logprobs=1), 3, now=100.0)
     assert retry.attempt(104.0) == request(timeout_s=6.0, prompt_logprobs=1)

@@ -100,6 +100,40 @@ def test_a_more_urgent_prompt_comes_before_a_shorter_one():
     h.run()
 
 
+@pytest.mark.parametrize(
+    ("slo_s", "waits_s", "is_next"),
+    [
+        (2.5, 0.0, True),  # 96 tokens and a step take 1.28 s
+        (None, 0.0, False),
+        (2.7, 0.0, False),  # there is time
+        (2.7, 0.2, True),
+        (2.5, 2.6, False),  # it is too late
+    ],
+)
+def test_a_prompt_whose_first_token_is_wanted_soon_comes_before_shorter_ones(slo_s, waits_s, is_next):
+    h = make(max_prefill_step_s=0.32)
+    h.seconds = linear(0.0, 0.01)
+    h.add("warm up", ids(32, 5), max_tokens=1)
+    h.run()
+    h.add("short", ids(30))
+    h.add("wanted", ids(96, 2), ttft_slo_s=slo_s)
+    h.now += waits_s
+    h.step()
+    kept = 32 // OLDEST
+    assert (count_of(h, "short"), count_of(h, "wanted")) == ((kept, 32 - kept) if is_next else (30, 2))
+    h.run()
+
+
+def test_of_two_prompts_that_are_wanted_soon_the_one_that_is_due_first_comes_first():
+    h = make(max_prefill_step_s=0.32)
+    h.add("cold", ids(300))
+    h.add("later", ids(40, 2), ttft_slo_s=0.5)
+    h.add("sooner", ids(60, 3), ttft_slo_s=0.4)
+    h.step()
+    assert [count_of(h, name) for name in ("cold", "later", "sooner")] == [32 // OLDEST, 0, 32 - 32 // OLDEST]
+    h.run()
+
+
 def test_an_engine_that_computes_prompts_for_others_follows_the_same_rule():
     h = PrefillHarness(num_blocks=200, max_model_len=400, max_num_batched_tokens=32)
     h.add_remote_prefill("long", ids(300))
@@ -107,6 +141,9 @@ def test_an_engine_that_computes_prompts_for_others_follows_the_same_rule():
     h.add_remote_prefill("short", ids(20, 2))
     h.step()
     assert sorted(h.plans[-1].counts) == [12, 20]
+    h.add_remote_prefill("wanted", ids(100, 3), ttft_slo_s=0.3)
+    h.step()
+    assert sorted(h.plans[-1].counts) == [32 // OLDEST, 32 - 32 // OLDEST]
 
 
 def test_a_prefix_that_a_prompt_later_in_the_step_computes_is_not_computed_twice():

@@ -167,10 +167,12 @@ def test_a_timeout_while_receiving_ends_the_request_with_its_error():
 def test_the_prefill_request_says_how_much_time_is_left():
     h = DecodeHarness(num_blocks=16, max_model_len=64)
     h.add("a", ids(5))
-    h.scheduler.queue.waiting[0].clock.deadline_at = 7.0
+    clock = h.scheduler.queue.waiting[0].clock
+    clock.deadline_at, clock.first_token_by = 7.0, 5.0
     h.scheduler.schedule(now=4.5)
     h._forward()
-    assert h.open[only_open(h)].remote_request.timeout_s == 2.5
+    asked = h.open[only_open(h)].remote_request
+    assert (asked.timeout_s, asked.ttft_slo_s) == (2.5, 0.5)
 
 
 def test_receiving_takes_neither_slot_nor_budget_and_received_ones_wait_for_a_slot_in_order(depth):

@@ -132,8 +132,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.lists(st.integers(1, 49), max_size=8),
         prediction=st.one_of(st.just([]), st.lists(st.integers(0, 12), max_size=3)),
         client=st.sampled_from(["", "a", "b"]),
+        ttft_slo_s=st.sampled_from([None, None, 0.3, 60.0]),
     )
-    def add(self, prefix, rest, max_tokens, ignore_eos, priority, seed, form, stops, prediction, client):
+    def add(self, prefix, rest, max_tokens, ignore_eos, priority, seed, form, stops, prediction, client, ttft_slo_s):
         """prediction: the answer itself, with something else at these places; none if empty."""
         self.count += 1
         self.h.add(
@@ -146,6 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             structured_outputs=form,
             stop_token_ids=stops,
             client=client,
+            ttft_slo_s=ttft_slo_s,
             prediction=self.predict(prefix + rest, prediction, seed, form) if prediction else None,
         )
 
