@@ -9,12 +9,11 @@ from starlette.requests import Request
 
 from deployments.errors import NotPermitted
 from deployments.http.body import EngineBody
+from deployments.http.session import check_id, session_of
 from deployments.jobs.source import GenerationSource, LiveSource
 from engine.errors import InvalidParameter
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
-SESSION_HEADER = "x-session-id"  # by this header, Serve's HAProxy also sends a session to one ingress
-MAX_SESSION_ID = 256
 MAX_REQUEST_ID = 128
 API_KEY_NAME = "api_key_name"
 """Key in a request's state: the name of its API key, on a server with keys."""
@@ -53,17 +52,14 @@ class RequestContext:
         id_field = "X-Request-Id" if body.request_id is None else "request_id"
         # if the client sends no id, Serve makes one up and returns it as X-Request-Id
         request_id = body.request_id or headers.get("x-request-id", "")
-        _check_id(id_field, request_id, MAX_REQUEST_ID)
-        in_header = headers.get(SESSION_HEADER)
-        session_id = in_header or body.session_id or ""
-        _check_id(SESSION_HEADER if in_header else "session_id", session_id, MAX_SESSION_ID)
+        check_id(id_field, request_id, MAX_REQUEST_ID)
         source = source_of(request)
         return cls(
             response_id=f"{id_prefix}{request_id or uuid.uuid4().hex}",
             created=source.created,
             client=_client(request, body),
             timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
-            session_id=session_id,
+            session_id=session_of(headers, body.session_id, body.user),
             background=hasattr(request.state, BACKGROUND_CLIENT),
             source=source,
         )
@@ -114,11 +110,6 @@ def _client(request: Request, body: EngineBody) -> str:
     if user := body.user or body.safety_identifier:
         return f"user:{user}"
     return f"address:{request.client.host if request.client else ''}"
-
-
-def _check_id(field: str, value: str, max_length: int) -> None:
-    if len(value) > max_length or not (value.isascii() and value.isprintable()):
-        raise InvalidParameter(field, value, f"at most {max_length} printable ASCII characters")
 
 
 def _timeout_s(header: str | None) -> float | None:
