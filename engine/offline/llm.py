@@ -35,6 +35,7 @@ from engine.model.stage import check_stages
 from engine.offline.adapters import LoRARequests, adapter_of, with_digests
 from engine.offline.arguments import named, refuse_method
 from engine.offline.engine_arguments import engine_options, template_text
+from engine.offline.interrupts import held_interrupts
 from engine.offline.lora_request import LoRARequest
 from engine.offline.outputs import (
     CompletionOutput,
@@ -416,7 +417,9 @@ class LLM:
                         yield refused
                     if not live:
                         return
-                    for event in self._core.step():
+                    with held_interrupts():
+                        events = self._core.step()
+                    for event in events:
                         tokens += len(event.delta.token_ids)
                         finished = self._record(event, live)
                         if finished is not None:
@@ -426,8 +429,9 @@ class LLM:
                     if elapsed:
                         bar.update(task, speed=f"{tokens / elapsed:,.0f} tokens/s")
             finally:
-                for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
-                    self._core.abort(request_id)
+                with held_interrupts():
+                    for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
+                        self._core.abort(request_id)
 
     def deltas(self, request: GenerateRequest) -> Generator[TokenDelta]:
         """Run one request of a server, with nothing else running, and yield its deltas. Closing the generator
@@ -483,9 +487,10 @@ class LLM:
                 return
             request, params = job
             try:
-                for message, output in zip(self._messages(request, params), request.outputs, strict=True):
-                    self._core.add(message)
-                    live[message.request_id] = _Sequence(request, output, TextStream(params, self.tokenizer))
+                with held_interrupts():
+                    for message, output in zip(self._messages(request, params), request.outputs, strict=True):
+                        self._core.add(message)
+                        live[message.request_id] = _Sequence(request, output, TextStream(params, self.tokenizer))
             except RequestError as error:  # raised for the first of its sequences: they differ only in their seed
                 for output in request.outputs:
                     output.finish_reason, output.error = "error", str(error)

@@ -14,6 +14,7 @@ from engine.core.engine import EngineCore
 from engine.core.scheduler import NOT_FINITE
 from engine.errors import EngineError, InvalidParameter, RequestError
 from engine.offline.adapters import LoRARequests, adapter_of, with_digests
+from engine.offline.interrupts import held_interrupts
 from engine.offline.lora_request import LoRARequest
 from engine.offline.outputs import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
 from engine.offline.progress_bar import progress_bar
@@ -129,18 +130,21 @@ class OfflinePooling:
             task = bar.add_task("pooling", total=len(requests), speed="")
             try:
                 while len(ended) < len(requests):
-                    for request in itertools.islice(queue, room - len(live)):
-                        self._core.add(request)
-                        live.add(request.request_id)
-                    for event in self._core.step():
+                    with held_interrupts():
+                        for request in itertools.islice(queue, room - len(live)):
+                            self._core.add(request)
+                            live.add(request.request_id)
+                        events = self._core.step()
+                    for event in events:
                         if event.delta.error is not None:
                             raise EngineError(event.delta.request_id, NOT_FINITE)  # the only one
                         ended[event.delta.request_id] = event.delta
                         live.discard(event.delta.request_id)
                         bar.advance(task)
             finally:
-                for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
-                    self._core.abort(request_id)
+                with held_interrupts():
+                    for request_id in live:  # the caller gave up, or a step failed: leave nothing behind
+                        self._core.abort(request_id)
         return [ended[request.request_id] for request in requests]
 
 
