@@ -9,8 +9,8 @@ from starlette.requests import Request
 
 from deployments.errors import NotPermitted
 from deployments.http.body import EngineBody
-from deployments.http.session import check_id, session_of
 from deployments.jobs.source import GenerationSource, LiveSource
+from deployments.routing.session import check_id, session_of
 from engine.errors import InvalidParameter
 
 TIMEOUT_HEADER = "x-request-timeout-ms"

@@ -15,12 +15,12 @@ from starlette.types import Message, Receive
 from deployments.http.context import SOURCE, TIMEOUT_HEADER, key_name
 from deployments.http.json_body import read_json
 from deployments.http.route import OWNER, Route
-from deployments.http.session import SESSION_HEADER
 from deployments.jobs.errors import IdempotencyKeyInUse, IdempotencyKeyReused
 from deployments.jobs.event_ids import KNOWN_ID, LAST_EVENT_ID, Position, parse_event_id
 from deployments.jobs.jobs import Jobs
 from deployments.jobs.record import JobRecord, job_id_of
 from deployments.jobs.source import JobSource
+from deployments.routing.session import SESSION_HEADER
 from engine.errors import InvalidParameter
 
 Handler = Callable[[Request], Awaitable[Response]]

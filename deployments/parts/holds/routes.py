@@ -12,8 +12,8 @@ from deployments.edge_part import EdgePart
 from deployments.http.context import key_client
 from deployments.http.json_body import json_response
 from deployments.http.route import OWNER, Route
-from deployments.http.session import MAX_SESSION_ID
 from deployments.openai.served.served_models import ServedModels
+from deployments.routing.session import MAX_SESSION_ID
 from engine.errors import InvalidParameter
 from engine.wire.parts.holds import ReleaseHolds
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from starlette.datastructures import Headers
 
-from deployments.http.session import session_of
+from deployments.routing.session import session_of
 from engine.errors import InvalidParameter
 from tests.deployments.fake_api import fake_api
 
