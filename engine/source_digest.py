@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 import sys
@@ -25,7 +26,7 @@ DIGITS = 16
 def numerics_digest(engine: Path = ENGINE) -> str:
     """Return a digest of all that this version computes KV with: sources, and packages whose kernels these call. Two
     engines with the same model, options and digest compute the same KV on the same device."""
-    sources = digest_of_files(engine, NUMERICS, as_in_a_checkout)
+    sources = digest_of_files(engine, NUMERICS, statements)
     return digest([sources.encode(), *(package_version(name).encode() for name in KERNEL_PACKAGES)])[:DIGITS]
 
 
@@ -53,6 +54,38 @@ def digest(parts: Iterable[bytes]) -> str:
 def as_in_a_checkout(file: Path) -> bytes:
     """Return the source of a file without the changes of tools/wheel/build_backend.py."""
     return BELOW_ONE_NAME.sub(b"", file.read_bytes())
+
+
+def statements(file: Path) -> bytes:
+    """Return the syntax tree of a file of Python, in which comments, docstrings and layout have no place."""
+    told: list[str] = []
+    _tell(ast.parse(as_in_a_checkout(file)), told)
+    return "\n".join(told).encode()
+
+
+def _tell(node: object, told: list[str]) -> None:
+    """Append a syntax tree. Unlike in ast.dump, fields that have nothing are left out: the next Python may have more of
+    them."""
+    if isinstance(node, ast.AST):
+        told.append(type(node).__name__)
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if value is not None and value != []:
+                told.append(f".{name}")
+                _tell(value, told)
+        told.append(")")
+    elif isinstance(node, list):
+        for item in node:
+            if not _is_docstring(item):
+                _tell(item, told)
+        told.append("]")
+    else:
+        told.append(repr(node))
+
+
+def _is_docstring(node: object) -> bool:
+    """Return whether a statement is a text that nothing uses."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def package_version(package: str) -> str:

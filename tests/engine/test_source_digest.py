@@ -36,6 +36,59 @@ def test_numerics_are_the_sources_that_compute_and_no_others(engine, name, count
     assert (numerics_digest(engine) != before) == counts
 
 
+SOURCE = """
+class Rope:
+    base: float = 1e4
+
+    def scale(self, x):
+        y = x * 2
+        return y, "radians"
+"""
+
+
+def digest(engine: Path, source: str) -> str:
+    numerics_digest.cache_clear()
+    (engine / "model/ops/cpu/attention.py").write_text(source)
+    return numerics_digest(engine)
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ("class Rope:", "# of positions\nclass Rope:  # as in Llama"),
+        ("class Rope:", '"""Positions."""\nclass Rope:\n    """Positions."""'),
+        ("= 1e4", '= 1e4\n    """Of angles."""'),
+        ("x):", "x):\n        '''Return the angle.'''"),
+        ("(self, x)", "(\n        self,\n        x,\n    )"),
+        ('"radians"', "'radians'"),
+    ],
+    ids=["comments", "docstrings", "docstring of a field", "docstring of a method", "layout", "quotes"],
+)
+def test_what_computes_nothing_is_not_among_the_numerics(engine, was, now):
+    assert was in SOURCE
+    assert digest(engine, SOURCE.replace(was, now)) == digest(engine, SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        ("* 2", "* 3"),
+        ("* 2", "+ 2"),
+        ("1e4", "1e5"),
+        ("1e4", "None"),
+        (" = 1e4", ""),
+        ("y, ", "x, "),
+        ("y, ", "[y], "),
+        ('"radians"', '"# radians"'),
+        ("    def", "def"),
+        ("* 2", "* 2; x = y"),
+    ],
+)
+def test_every_change_of_a_computation_is_among_the_numerics(engine, was, now):
+    assert was in SOURCE
+    assert digest(engine, SOURCE.replace(was, now)) != digest(engine, SOURCE)
+
+
 def test_a_wheel_has_the_digest_of_its_checkout(engine):
     before = numerics_digest(engine)
     numerics_digest.cache_clear()
