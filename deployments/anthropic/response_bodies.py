@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from deployments.openai.chat_output import ChatOutput
-from deployments.openai.response_bodies import CostDetails, CostFields, HoldBody
+from deployments.openai.response_bodies import CostDetails, CostFields, HoldBody, NumericsBorder
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -38,6 +38,7 @@ class Usage(msgspec.Struct):
     """UNSET unless the model is known to reason."""
     cost: float | msgspec.UnsetType = msgspec.UNSET
     cost_details: CostDetails | msgspec.UnsetType = msgspec.UNSET
+    numerics_borders: list[NumericsBorder] | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
     def of(cls, output: ChatOutput, *, ended: bool = False) -> Usage:
@@ -55,6 +56,7 @@ class Usage(msgspec.Struct):
             output_tokens_details=msgspec.UNSET if thinking is None else OutputTokensDetails(thinking),
             cost=cost.cost,
             cost_details=cost.details,
+            numerics_borders=NumericsBorder.all_of(usage),
         )
 
 

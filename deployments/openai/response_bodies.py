@@ -43,6 +43,11 @@ class NumericsBorder(msgspec.Struct):
     tokens: int
     """Completion tokens before."""
 
+    @classmethod
+    def all_of(cls, usage: RequestUsage) -> list[NumericsBorder] | msgspec.UnsetType:
+        """Return the borders in the answers to a request; UNSET if there are none."""
+        return [cls(*border) for border in usage.numerics_borders] or msgspec.UNSET
+
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
@@ -122,7 +127,7 @@ class UsageBody(msgspec.Struct):
             holds=HoldBody.all_of(usage),
             cost=cost.cost,
             cost_details=cost.details,
-            numerics_borders=[NumericsBorder(*border) for border in usage.numerics_borders] or msgspec.UNSET,
+            numerics_borders=NumericsBorder.all_of(usage),
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from deployments.openai.response_bodies import ChatTokenLogprob, CostDetails, HoldBody
+from deployments.openai.response_bodies import ChatTokenLogprob, CostDetails, HoldBody, NumericsBorder
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -84,6 +84,7 @@ class ResponseUsage(Struct):
     holds: list[HoldBody] | UnsetType = UNSET
     cost: float | UnsetType = UNSET
     cost_details: CostDetails | UnsetType = UNSET
+    numerics_borders: list[NumericsBorder] | UnsetType = UNSET
 
 
 class Response(Struct, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from deployments.http.errors import error_body
 from deployments.openai.chat_output import ChatOutput, ChatOutputChunk, tool_call_id
 from deployments.openai.parsers.output_parser import CallArguments, CallStart, Content, Reasoning
-from deployments.openai.response_bodies import ChatTokenLogprob, CostFields, FinishReason, HoldBody
+from deployments.openai.response_bodies import ChatTokenLogprob, CostFields, FinishReason, HoldBody, NumericsBorder
 from deployments.openai.responses.items import SENT_REASONING
 from deployments.openai.responses.request_body import ResponsesBody
 from deployments.openai.responses.response_body import (
@@ -184,6 +184,7 @@ class ResponseBuilder:
             HoldBody.all_of(usage),
             cost.cost,
             cost.details,
+            NumericsBorder.all_of(usage),
         )
         if self.error is not None:
             status, body = error_body(self.error)
