@@ -154,7 +154,7 @@ def _check_keys(section: Mapping[str, Any], known: Set[str], path: str) -> None:
 
 def check_deployments(application: Mapping[str, Any], config: AppConfig, path: str) -> None:
     """Check the names of deployments, which Serve does only after building the application."""
-    known = ["ingress", *(f"{role}-{model.name}" for model in config.models for role in model.pools)]
+    known = ["ingress", *(name for model in config.models for name in model.deployments)]
     for i, deployment in enumerate(application.get("deployments") or []):
         name = deployment.get("name") if isinstance(deployment, dict) else deployment
         if name not in known:

@@ -69,6 +69,19 @@ def test_deployments_that_there_will_be_may_be_named():
     assert config.check_serve_config(with_(deployments=named)) == ["pocket"]
 
 
+def test_deployment_of_replicas_that_change_roles_has_a_name_of_its_own():
+    pools = {"prefill": {}, "decode": {"max_replicas": 2}, "handoff": {"switch_roles": True}}
+    changed = APPLICATION | {
+        "args": {"models": [{"name": "pocket", "model": "pocket", **pools}]},
+        "autoscaling_policy": {"policy_function": "manta:AutoscalingPolicy"},
+    }
+    named = {"applications": [changed | {"deployments": [{"name": "pd-pocket", "max_surge_percent": 1}]}]}
+    assert config.check_serve_config(named) == ["pocket"]
+    named["applications"][0]["deployments"][0]["name"] = "decode-pocket"
+    with pytest.raises(ConfigError, match="must be one of ingress, pd-pocket, got 'decode-pocket'"):
+        config.check_serve_config(named)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
