@@ -418,19 +418,31 @@ def print_key_line(
 @k8s.command(name="lint")
 def lint_manifests(
     path: Annotated[Path, typer.Argument(exists=True, help="A kustomize folder or a YAML file.")],
+    before: Annotated[
+        Path | None,
+        typer.Option(exists=True, metavar="OLD", help="What these replace: tell what that costs."),
+    ] = None,
 ) -> None:
     """Find mistakes in manifests that Kubernetes would accept. Exit code 1 if there are any.
 
     It compares the Serve configuration of a RayService with its pods: do replicas fit, do ports and deadlines agree?
-    k8s/README.md lists all rules.
+    k8s/README.md lists all rules. With --before, it also says whether KubeRay changes the RayCluster in place, which
+    field needs a second one, and how many pods and GPUs there are before, during and after the change.
 
     Example: manta k8s lint k8s/overlays/single-gpu
-    """
-    from cluster.cli.lint.rules import lint  # ray takes seconds
 
-    found = lint(path)
+    Example: helm get manifest manta -n manta > old.yaml && manta k8s lint new.yaml --before old.yaml
+    """
+    from cluster.cli.lint.before import costs
+    from cluster.cli.lint.rules import read_service, violations  # ray takes seconds
+    from cluster.terminal.tables import show
+
+    manifests = read_service(path)
+    found = violations(manifests)
     for violation in found:
         print(violation)
+    if before is not None:
+        show(*costs(read_service(before), manifests))
     if found:
         raise typer.Exit(1)
     print(f"{path} is fine", file=sys.stderr)

@@ -78,6 +78,15 @@ def canonical(quantity: Any) -> str:
     return f"{value}{suffixes[power]}"
 
 
+def is_left_out(key: str | int, value: Any) -> bool:
+    """Return whether the types leave out a field with this value."""
+    return (
+        (value in ([], "") and key not in POINTERS)
+        or (value == {} and key in EMPTY_MAPS)
+        or (value is False and key in FALSE)
+    )
+
+
 def _missing(place: Any, steps: Sequence[str], above: str = "") -> Iterator[str]:
     """Yield the path of each place where the last step is missing, but all before it are there."""
     step, *rest = steps
@@ -97,11 +106,7 @@ def _left_out(place: Any, above: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each field that the types leave out."""
     for key, value in place.items() if isinstance(place, dict) else enumerate(place):
         path = f"{above}.{key}".lstrip(".")
-        if (
-            (value in ([], "") and key not in POINTERS)
-            or (value == {} and key in EMPTY_MAPS)
-            or (value is False and key in FALSE)
-        ):
+        if is_left_out(key, value):
             yield path, value
         elif isinstance(value, dict | list) and key not in STRING_MAPS:
             yield from _left_out(value, path)

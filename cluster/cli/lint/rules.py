@@ -16,12 +16,13 @@ Rule = Callable[[Service], Iterator[Violation]]
 RULES: tuple[Rule, ...] = (serve.serve_port, serve.proxies, serve.deadlines, serve.placement, kuberay.next_apply)
 
 
-def lint(path: Path) -> list[Violation]:
-    """Check a YAML file, or a folder for kustomize. Raises StartupError if it cannot be read or has no RayService."""
+def read_service(path: Path) -> list[Manifest]:
+    """Return the objects of a YAML file, or of a folder for kustomize. Raises StartupError if they cannot be read or
+    have no RayService."""
     manifests = read(path)
     if not any(manifest["kind"] == "RayService" for manifest in manifests):
         raise StartupError(f"{path} has no RayService")
-    return violations(manifests)
+    return manifests
 
 
 def violations(manifests: Sequence[Manifest], rules: Sequence[Rule] = RULES) -> list[Violation]:
