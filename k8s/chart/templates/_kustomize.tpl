@@ -13,12 +13,12 @@ and one image. tests/k8s/test_chart.py compares the outcome with kustomize's.
 {{- append $folders (printf "files/overlays/%s" .Values.overlay) | toJson -}}
 {{- end }}
 
-{{/* The image of all pods: that of the overlay, but for what the values say. */}}
+{{/* The image of all pods: that of the overlay, but for what the values say. Of several tags, that of the first. */}}
 {{- define "manta.image" -}}
 {{- $own := $.Files.Get (printf "files/overlays/%s/kustomization.yaml" .Values.overlay) | fromYaml -}}
 {{- $image := first $own.images -}}
 {{- $name := .Values.image.repository | default $image.newName -}}
-{{- with .Values.image.digest }}{{ $name }}@{{ . }}{{ else }}{{ $name }}:{{ .Values.image.tag | default $image.newTag }}{{ end -}}
+{{- with .Values.image.digest }}{{ $name }}@{{ . }}{{ else }}{{ $name }}:{{ first .Values.rollout.tags | default .Values.image.tag | default $image.newTag }}{{ end -}}
 {{- end }}
 
 {{/* Apply `operations` (JSON patch: add, replace, remove) to `object`, in place. */}}
