@@ -32,7 +32,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"helm install manta k8s/chart|helm upgrade manta k8s/chart": HERE,
     r"kubeconform": "is not packaged; tests/k8s validates by the same schemas",
     r"openssl req|curl --cacert|manta explain ID": "tests/docs/test_recipes.py",
-    r"kubectl|kind|helm (install|upgrade|uninstall|repo)|openssl|head=": CLUSTER,
+    r"kubectl|kind|helm (install|upgrade|uninstall|repo|get)|openssl|head=": CLUSTER,
     r"docker|mmdebstrap|buildah|k8s/docker/start.sh": BUILDER,
     r"mkdir -p /etc|printf": HERE,
     r"systemctl": "changes a node",
@@ -149,10 +149,23 @@ def test_kubectl_makes_the_objects_that_the_overlays_need(tmp_path):
 @needs_helm
 def test_helm_accepts_the_values_of_the_page():
     """Rendered, since there is no cluster to install in."""
-    for line in block("k8s/README.md", "bash", with_="helm template").splitlines():
-        if re.match("helm (install|upgrade)", line):
-            command = re.sub("helm (install|upgrade)", "helm template", line).replace("--reset-then-reuse-values ", "")
-            assert "kind: RayService" in run(command, ROOT)
+    reused = "--reset-then-reuse-values"
+    for text in blocks(page("k8s/README.md"), "bash"):
+        for line in text.splitlines():
+            if re.match("helm (install|upgrade) manta k8s/chart", line):
+                command = re.sub("helm (install|upgrade)", "helm template", line)
+                overlay = "" if "helm template" in text else "--set overlay=single-gpu"
+                assert "kind: RayService" in run(command.replace(reused, overlay), ROOT)
+
+
+@needs_helm
+def test_the_cost_of_a_new_version_is_told_by_the_commands_of_the_page(tmp_path):
+    (tmp_path / "k8s").symlink_to(ROOT / "k8s")
+    (tmp_path / "values.yaml").write_text("overlay: single-gpu\n")
+    text = block("docs/deploy.md", "bash", with_="--before")
+    runs = "helm template manta k8s/chart -n manta --no-hooks -f values.yaml"
+    told = run(text.replace("helm get manifest manta -n manta", runs), tmp_path)
+    assert "KubeRay starts a second RayCluster" in told
 
 
 def test_files_that_a_page_writes_say_what_it_promises(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import kubernetes_validate
@@ -14,7 +15,7 @@ from cluster.cli.lint.manifests import Manifest, Service
 from cluster.cli.lint.pods import gpus, pods_of
 from cluster.config.ingress_section import IngressSection
 from tests.k8s import crds
-from tests.k8s.overlays import needs_helm, of_kind, ray_groups, ray_service
+from tests.k8s.overlays import ROOT, needs_helm, of_kind, ray_groups, ray_service
 from tests.k8s.rules.every_rule import violations
 from tests.k8s.test_chart import refusal, template
 from tests.k8s.test_overlays import KUBERNETES
@@ -158,6 +159,22 @@ def test_a_roll_needs_the_gpus_of_one_replica_of_each_pool_and_a_second_cluster_
     assert more(tagged(overlay, OLD), tagged(overlay, OLD, NEW)) == spare
     assert more(tagged(overlay, OLD, NEW), tagged(overlay, OLD, NEW, serving=OLD)) == spare
     assert more(template(overlay=overlay), template(overlay=overlay, image={"tag": NEW})) == of_a_second_cluster
+
+
+def test_the_page_has_the_numbers_of_the_lint():
+    steps = {"incrementalUpgrade": {"gatewayClassName": "mine"}}
+    told = []
+    for before, after in [
+        (template(overlay="single-gpu"), template(overlay="single-gpu", image={"tag": NEW})),
+        (tagged("single-gpu", OLD), tagged("single-gpu", OLD, NEW)),
+        (template(overlay="single-gpu", **steps), template(overlay="single-gpu", image={"tag": NEW}, **steps)),
+    ]:
+        was, now = service(before), service(after)
+        counts = pods_of(was, now, change_of(was, now))
+        columns = ", ".join(str(column.total()) for column in (counts.before, counts.during, counts.after))
+        told.append((columns, str(gpus(counts.during, [*was.groups, *now.groups]))))
+    rows = re.findall(r"^\|.*\| (\d+, \d+, \d+) \| (\d+) \|", (ROOT / "docs" / "deploy.md").read_text(), re.MULTILINE)
+    assert rows == told
 
 
 def test_ingress_without_options_of_its_own_keeps_its_cpus():
