@@ -13,7 +13,9 @@ from cluster.entry_point import BUILDER, BUILDERS
 from engine.errors import StartupError
 
 Rule = Callable[[Service], Iterator[Violation]]
-RULES: tuple[Rule, ...] = (serve.serve_port, serve.proxies, serve.deadlines, serve.placement, kuberay.next_apply)
+RULES: tuple[Rule, ...] = (
+    serve.serve_port, serve.proxies, serve.deadlines, serve.placement, serve.versions, kuberay.next_apply,
+)  # fmt: skip
 
 
 def read_service(path: Path) -> list[Manifest]:

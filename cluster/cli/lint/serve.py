@@ -14,6 +14,7 @@ GRACE, RAY_DRAIN = "terminationGracePeriodSeconds", "RAY_GRACEFUL_SHUTDOWN_DRAIN
 HARD_STOP, DELETION_DELAY = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", "rayClusterDeletionDelaySeconds"
 DEFAULTS_S = {GRACE: 30.0, RAY_DRAIN: 30.0, HARD_STOP: 120.0, DELETION_DELAY: 60.0}
 EVERY_NODE = "EveryNode"
+VERSION = "manta/version"  # label of nodes, where a cluster may have those of several versions
 
 
 def serve_port(service: Service) -> Iterator[Violation]:
@@ -70,6 +71,19 @@ def placement(service: Service) -> Iterator[Violation]:
         if placed < wanted[name]:
             message = f"{name} may grow to {wanted[name]} replicas, but the pods hold {placed} of them"
             yield Violation("capacity", service.name, message)
+
+
+def versions(service: Service) -> Iterator[Violation]:
+    """Check that all deployments ask for the same version, where nodes have one: Serve builds the application on a node
+    that the ingress asks for, and all that one version has built must run on nodes of this version."""
+    if not any(VERSION in group.node.labels for group in service.groups):
+        return
+    deployments = [d for app, config in service.apps for d in deployments_of(config, app.get("deployments") or [])]
+    asked = {deployment.name: deployment.spec.label_selector.get(VERSION, "none") for deployment in deployments}
+    if "none" in asked.values() or len({*asked.values()}) > 1:
+        told = ", ".join(f"{name}: {version}" for name, version in asked.items())
+        message = f"label_selector of all deployments must ask for one {VERSION}, as nodes have, got {told}"
+        yield Violation("mixed-versions", service.name, message)
 
 
 def _seconds(section: Any, name: str) -> float:

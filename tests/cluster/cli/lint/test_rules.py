@@ -66,6 +66,27 @@ def test_one_fault_is_found_by_its_rule_and_by_no_other(fault):
     assert fault.says in " ".join(map(str, found))
 
 
+@pytest.mark.parametrize(
+    ("ingress", "decode", "found"),
+    [("1", "1", False), ("2", "2", False), ("1", "2", True), ("1", None, True), (None, "2", True), (None, None, True)],
+)
+def test_deployments_that_do_not_all_ask_for_one_version_are_found(ingress, decode, found):
+    deployed = Deployed()
+    for version in ("1", "2"):
+        for group in (deployed.ingress, deployed.decode):
+            labels = {**group["labels"], "manta/version": version}
+            deployed.cluster["workerGroupSpecs"].append({**group, "groupName": "x", "labels": labels})
+    del deployed.cluster["workerGroupSpecs"][:2]
+    ask = f"{DECODE}.label_selector", "serve.applications.0.deployments.0.ray_actor_options.label_selector"
+    for path, version in zip(ask, (decode, ingress), strict=True):
+        if version is not None:
+            deployed.put(f"{path}.manta/version", version)
+    violations_ = violations(deployed.manifests())
+    assert {violation.rule for violation in violations_} == ({"mixed-versions"} if found else set())
+    if found:
+        assert f"got ingress: {ingress or 'none'}, decode-m: {decode or 'none'}" in str(violations_[0])
+
+
 def test_a_group_that_a_patch_left_without_a_maximum_is_found():
     deployed = Deployed()
     deployed.put("ingress.maxReplicas", GONE)
