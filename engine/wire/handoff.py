@@ -26,6 +26,8 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     prompt_hash: bytes  #: hash of the prompt's last block, full or not; it covers all tokens of the prompt
     cached: int  #: prompt tokens that prefill had in its cache
     timeline: list[TimelineEvent] = []  #: events of the prompt in the prefill engine
+    engine_id: str = ""  #: of the engine that had the KV
+    numerics: str = ""  #: equal for engines whose KV has the same bits; empty if its bits depend on the batch
 
 
 class PromptCost(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +77,13 @@ class CancelHandoff:
 
     handoff_id: str
     paid_ns: int = 0  #: what the client pays of PromptCost.compute_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Reads nothing any more from an engine, whose KV was wrong, until this engine ends. Handoffs from there fail."""
+
+    engine_id: str
 
 
 # -- actions of prefill ----------------------------------------------------------------------------------
@@ -174,6 +183,7 @@ class Leave:
 HandoffAction = (
     OpenHandoff
     | CancelHandoff
+    | Quarantine
     | RemoteRequestFailed
     | AcceptPrefill
     | ReportProgress

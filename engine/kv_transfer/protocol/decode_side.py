@@ -40,14 +40,15 @@ FAILURES = {
     "remote_prefill_failed": True,  # the call with the prefill request failed; the caller says whether to retry
     "not_accepted": True,  # no answer within accept_s
     "refused": True,  # prefill cannot or will not compute it
-    "quarantined": True,  # the prefill request went to an engine whose link has just failed
+    "quarantined": True,  # the prefill request went to an engine whose link has just failed, or whose KV was wrong
     "silent": True,  # heartbeats or releases stay unanswered for progress_s
     "read": True,  # a rank could not read
     "lost_lease": True,  # prefill no longer holds the blocks
     "prompt_hash": False,  # prefill computed another prompt
     "protocol": False,  # prefill contradicts itself
+    "corrupt": True,  # other KV of the same engine was wrong
 }
-DOUBTFUL = ("lost_lease", "prompt_hash", "protocol")  # failures after which no block read is kept
+DOUBTFUL = ("lost_lease", "prompt_hash", "protocol", "corrupt")  # failures after which no block read is kept
 
 
 class DecodeHandoffState(Enum):
@@ -265,7 +266,7 @@ class DecodeHandoff:
         self._out.counters.phase("accept", now - self.opened_at)
         self._note(f"accepted by {sender.engine_id}")
         if self._is_quarantined(sender.engine_id):
-            self.fail("quarantined", now, f"the link to {sender.engine_id} has just failed")
+            self.fail("quarantined", now, f"nothing is read from {sender.engine_id} for now")
         else:
             self._enter(DecodeHandoffState.READING, now)
             self._send_heartbeat()

@@ -53,6 +53,7 @@ dropped and counted.
 from __future__ import annotations
 
 from itertools import count
+from math import inf
 
 from engine.kv_transfer.protocol.decode_side import DecodeHandoff, DecodeHandoffState
 from engine.kv_transfer.protocol.effects import Effects
@@ -81,6 +82,7 @@ from engine.wire.handoff import (
     HoldRequest,
     Leave,
     OpenHandoff,
+    Quarantine,
     RefusePrefill,
     ReportProgress,
 )
@@ -132,6 +134,11 @@ class HandoffProtocol:
                 self._fail(handoff_id, "cancelled", now, paid_ns=paid_ns)
             case RemoteRequestFailed(handoff_id, reason, retry):
                 self._fail(handoff_id, "remote_prefill_failed", now, reason, retry)
+            case Quarantine(engine_id):
+                self._quarantined[engine_id] = inf
+                for handoff_id, reading in list(self.decode_handoffs.items()):
+                    if reading.source is not None and reading.source.engine_id == engine_id:
+                        self._fail(handoff_id, "corrupt", now, f"KV from {engine_id} was wrong")
             case AcceptPrefill(remote_request):
                 self._accept(remote_request, now)
             case HoldRequest(remote_request):
@@ -366,7 +373,8 @@ class HandoffProtocol:
         if not in_use:
             self._idle_sources[source.epoch] = now + REMEMBER_S
         if handoff.failure is not None and handoff.failure[0] in LINK_FAILURES:
-            self._quarantined[source.engine_id] = now + self._config.quarantine_s
+            until = now + self._config.quarantine_s
+            self._quarantined[source.engine_id] = max(until, self._quarantined.get(source.engine_id, until))
             if not in_use:
                 self._drop_source(source.epoch)  # the next attempt begins with new connections
 

@@ -8,7 +8,7 @@ from engine.core.door.outputs import Outputs
 from engine.core.request import Request
 from engine.parts.handoffs.remote_prompt import remote_of
 from engine.parts.kept import adapter_of, images_of
-from engine.wire.handoff import HandoffAction, OpenHandoff
+from engine.wire.handoff import FirstToken, HandoffAction, OpenHandoff
 from engine.wire.parts.images import PromptImages
 from engine.wire.remote_request import Peer, RemoteRequest
 
@@ -16,10 +16,10 @@ from engine.wire.remote_request import Peer, RemoteRequest
 class HandoffRequests:
     """Writes the requests of one scheduler to other engines, and sends them."""
 
-    def __init__(self, peer: Peer | None, fingerprint: str):
+    def __init__(self, peer: Peer | None, fingerprint: str, numerics: str = ""):
         """peer: this engine as others address it; None if it exchanges nothing with others. fingerprint: identity of
-        model and KV layout; only engines with the same one exchange KV."""
-        self.peer, self.fingerprint = peer, fingerprint
+        model and KV layout; only engines with the same one exchange KV. numerics: as in FirstToken."""
+        self.peer, self.fingerprint, self.numerics = peer, fingerprint, numerics
         self.out = Outputs()  # the scheduler's
         self.resting: list[str] = []  #: ids of engines that are asked for nothing now, as their links have just failed
         self._count = 0
@@ -31,6 +31,10 @@ class HandoffRequests:
     def ask(self, opened: OpenHandoff) -> None:
         """Ask another engine for KV, once no step in flight writes to the blocks that are to receive it."""
         self.out.post("engines", opened, after_steps=True)
+
+    def same_bits(self, first: FirstToken) -> bool:
+        """Return whether this engine would have computed the same bits as the one that says so."""
+        return bool(self.numerics) and first.numerics == self.numerics
 
     def new_id(self, request: Request) -> str:
         """Return an id for a new handoff of a request."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from engine.core.door.kernel import Kernel
 from engine.core.door.offers import ComputeSeconds, Offer
-from engine.core.door.part import Part
 from engine.core.door.request_checks import not_elsewhere
 from engine.core.kv_cache_manager import Shorten
 from engine.core.output import Event, last_delta
@@ -16,6 +15,7 @@ from engine.core.request_queue import RequestQueue
 from engine.costs.request_cost import cost_of
 from engine.costs.step_cost import StepTimes
 from engine.errors import Moved, Overloaded, ServingError
+from engine.parts.block_source import BlockSource
 from engine.parts.handoffs import moves
 from engine.parts.handoffs.handoff_requests import HandoffRequests
 from engine.parts.handoffs.prompts_for_others import STUCK, PromptsForOthers
@@ -30,6 +30,7 @@ from engine.wire.handoff import (
     Failed,
     HandoffEvent,
     Noted,
+    Quarantine,
     Received,
     RefusePrefill,
     Spent,
@@ -43,7 +44,7 @@ from engine.wire.token_delta import TokenDelta, TokenLogprob
 BEFORE_OTHERS = 1 << 40  # arrivals
 
 
-class Handoffs(Part):
+class Handoffs(BlockSource):
     """Has other engines compute prompts, computes prompts for them, and moves requests between engines.
 
     A request whose KV another engine computes holds all blocks that the prompt needs. It gets a slot only once the KV
@@ -61,14 +62,15 @@ class Handoffs(Part):
         peer: Peer | None = None,
         fingerprint: str = "",
         role: Role | None = None,
+        numerics: str = "",
     ):
         """policy: decides which prompts other engines compute; None if this engine computes all of its prompts.
-        peer, fingerprint: as for HandoffRequests.
+        peer, fingerprint, numerics: as for HandoffRequests.
         role: whether this engine answers requests or computes prompts for others; None if that cannot change. It is a
         label that routers obey, since the engine can do both."""
         #: requests that moved, by outcome: `received` and `failed` here; `released`, `cancelled` or `expired` from here
         self.moves: Counter[str] = Counter()
-        self.requests = HandoffRequests(peer, fingerprint)
+        self.requests = HandoffRequests(peer, fingerprint, numerics)
         self.remote = RemotePrompts(policy, self.requests, self.moves)
         self.for_others = PromptsForOthers(self.requests, self.moves)
         self.role = role
@@ -243,8 +245,12 @@ class Handoffs(Part):
     def _received(self, event: Received, now: float) -> None:
         request, first, kernel = self.remote.received(event, now), event.first, self._kernel
         verified = min(group.received(request) for group in kernel.kv_cache.groups)
+        skip = request.tables[0].num_cached
         if not self._keep(request, verified):
             return
+        if self.arrivals is not None and self.requests.same_bits(first):
+            hashes = request.hashes(verified // self._block_size, self._block_size)[skip:]
+            self.arrivals.came(self, "handoff", first.engine_id, request, hashes)
         request.timeline += first.timeline
         cost_of(request).received(event.byte_ns)
         request.computed, request.in_flight = verified, 1
@@ -270,6 +276,9 @@ class Handoffs(Part):
             return False
         self._kernel.queue.wait(request)
         return True
+
+    def quarantine(self, name: str) -> None:
+        self.requests.send(Quarantine(name))
 
     # -- a role that changes -------------------------------------------------------------------------------
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from engine.kv_transfer.fingerprint import fingerprint
+from engine.parts.canonical_bits import numerics_of
 from engine.parts.handoffs.handoff_courier import HandoffCourier
 from engine.parts.handoffs.handoffs import Handoffs, compute_seconds
 from engine.parts.handoffs.open_channel import open_channel
 from engine.parts.handoffs.remote_prefill_policy import RemotePrefillPolicy
 from engine.parts.setup import Made, PartSetup
+from engine.wire.stats.handoff_stats import Role
 
 
 def make(setup: PartSetup) -> Made:
@@ -22,6 +24,7 @@ def make(setup: PartSetup) -> Made:
         policy = RemotePrefillPolicy(config, setup.step_times.by_tokens)
     dtypes, ranks = (runner.dtype, runner.kv_dtype), runner.tp.size
     own = fingerprint(loaded.model, loaded.folder, *dtypes, runner.block_size, loaded.config.determinism, ranks)
-    handoffs = Handoffs(policy, channel.peer, own, "decode" if policy and config.switch_roles else None)
+    role: Role | None = "decode" if policy and config.switch_roles else None
+    handoffs = Handoffs(policy, channel.peer, own, role, numerics_of(runner.setup, own))
     setup.compute_s = compute_seconds(setup.step_times, handoffs)
     return Made([handoffs], [HandoffCourier(channel, handoffs)])

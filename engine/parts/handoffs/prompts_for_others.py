@@ -74,7 +74,8 @@ class PromptsForOthers:
         peer = self._requests.peer
         engine_id = "" if peer is None else peer.engine_id
         timeline = [msgspec.structs.replace(event, where=engine_id) for event in request.take_timeline()]
-        return FirstToken(token, logprob, request.last_hash(block_size), request.prefix.num_cached, timeline)
+        last, cached, numerics = request.last_hash(block_size), request.prefix.num_cached, self._requests.numerics
+        return FirstToken(token, logprob, last, cached, timeline, engine_id, numerics)
 
     def refuse(self, request: Request, reason: str) -> None:
         """Refuse a prompt to the engine that asked for it, even if a part is already computed."""

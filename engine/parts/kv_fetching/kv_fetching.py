@@ -18,11 +18,11 @@ from functools import partial
 
 from engine.core.door.kernel import Kernel
 from engine.core.door.offers import Offer
-from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.costs.step_cost import LinearCost, StepTimes
+from engine.parts.block_source import BlockSource
 from engine.parts.handoffs.handoffs import Handoffs
 from engine.parts.kept import source_of
 from engine.parts.kv_tiers.kv_offloading import KVOffloading, NoTiersBelow
@@ -39,6 +39,7 @@ from engine.wire.handoff import (
     HandoffEvent,
     HoldBlocks,
     OpenHandoff,
+    Quarantine,
     Received,
     RefusePrefill,
 )
@@ -100,7 +101,7 @@ class PendingFetch:
 HOLDER = "kv_fetching"  # in Request.of: the engine from whose cache its first tokens can be fetched
 
 
-class KVFetching(Part):
+class KVFetching(BlockSource):
     """Fetches the first blocks of prompts from the caches and tiers of other engines, and lets other engines fetch."""
 
     asks = KVHolder
@@ -269,6 +270,9 @@ class KVFetching(Part):
         if isinstance(event, Received):
             num_bytes = sum(self._bytes[group] for group, _, _ in fetch.blocks[:came])
             self.link_cost.observe(num_bytes / MIB, now - fetch.started_at)
+            if self.arrivals is not None and self._requests.same_bits(event.first):
+                hashes = [block_hash for group, _, block_hash in fetch.blocks[:came] if not group]
+                self.arrivals.came(self, "fetch", fetch.engine_id, fetch.wanted_by, hashes)
         why = f": {event.reason} {event.detail}".rstrip() if isinstance(event, Failed) else ""
         for request in fetch.requests:
             request.note(f"{came} of {len(fetch.blocks)} blocks have come from {fetch.engine_id}{why}")
@@ -299,7 +303,7 @@ class KVFetching(Part):
         self._held[asked.handoff_id] = blocks
         whole = len(blocks) == sum(map(len, asked.names)) // BLOCK_HASH_BYTES
         upto = asked.upto if whole else asked.remote_request.skip + len(blocks) * self._kv_cache.pool.block_size
-        first = FirstToken(NO_TOKEN, None, b"", upto)
+        first = FirstToken(NO_TOKEN, None, b"", upto, [], self.peer.engine_id, self._requests.numerics)
         ids = [block for _, block in blocks]
         self._requests.send(HoldBlocks(asked.remote_request, upto, ids, first))
 
@@ -359,6 +363,9 @@ class KVFetching(Part):
             case _:
                 return False
         return True
+
+    def quarantine(self, name: str) -> None:
+        self._requests.send(Quarantine(name))
 
     def report(self) -> FetchStats:
         return FetchStats(dict(self.fetches), self.fetched_tokens)

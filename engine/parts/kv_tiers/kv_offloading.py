@@ -10,12 +10,12 @@ from functools import partial
 
 from engine.core.door.kernel import Kernel
 from engine.core.door.offers import Offer
-from engine.core.door.part import Part
 from engine.core.kv_cache_manager import KVCacheManager, Shorten
 from engine.core.request import Request, State
 from engine.core.request_queue import RequestQueue
 from engine.costs.step_cost import StepTimes
 from engine.errors import EngineError, ServingError
+from engine.parts.block_source import BlockSource
 from engine.parts.kept import source_of
 from engine.parts.kv_tiers.command_queue import CommandQueue
 from engine.parts.kv_tiers.prefix_pins import fits, pin_prefix, unpin, unpin_prefix
@@ -74,7 +74,7 @@ class BlockLoad:
     is_void: bool = False
 
 
-class KVOffloading(Part):
+class KVOffloading(BlockSource):
     """Decides which blocks are copied to the tiers, and which requests wait for blocks from the tiers.
 
     Blocks are stored when their request ends: only then is it known that all their numbers are finite, and the next
@@ -313,6 +313,7 @@ class KVOffloading(Part):
         if is_unreachable and not load.is_stopped:
             self._named("store").failed("read", len(failed), now)
         moved: Counter[str] = Counter()  # blocks' bytes, by tier
+        came: dict[str, list[bytes]] = {}  # hashes of the first group's blocks, by tier
         if (request := load.wanted_by) is not None:
             for pool in (manager.pool for manager in self._kv_cache.groups):
                 pool.describe(request, 0, len(request.tokens) // pool.block_size)
@@ -327,6 +328,8 @@ class KVOffloading(Part):
                 self.hashes.add(block.group, block.name, block_hash)
                 index.touch([block.name])
                 moved[tier.name] += self._bytes[block.group]
+                if not block.group:
+                    came.setdefault(tier.name, []).append(block_hash)
                 continue
             unpin(pool, block.block)
             is_there = load.is_stopped or (is_unreachable and tier.name == "store")
@@ -335,6 +338,9 @@ class KVOffloading(Part):
                 index.remove(block.name)
                 self._commands.drop(tier, [block.name])
         unpin_prefix(self._kv_cache, load.pinned)
+        if self.arrivals is not None and request is not None:
+            for name, hashes in came.items():
+                self.arrivals.came(self, name, name, request, hashes)
         self._measure(moved, now - load.started_at, complete=not failed)
         self._hit_tokens += 0 if failed or load.is_void else load.tokens
         for request in load.requests:
@@ -342,6 +348,9 @@ class KVOffloading(Part):
         self._wait(load.requests)
         for then in load.then:
             then()
+
+    def quarantine(self, name: str) -> None:
+        self._named(name).quarantine()
 
     def _measure(self, moved: Counter[str], seconds: float, complete: bool) -> None:
         """Learn the rate of a tier from a load. If several tiers took part, the time is attributed to the slowest."""

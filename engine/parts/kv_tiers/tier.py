@@ -100,7 +100,12 @@ class Tier:
 
     def failed(self, kind: str, count: int, now: float) -> None:
         self.errors[kind] += count
-        self.rests, self.rests_until = True, now + REST_S
+        self.rests, self.rests_until = True, max(self.rests_until, now + REST_S)
+
+    def quarantine(self) -> None:
+        """Neither read nor write it any more, since a block of it was wrong."""
+        self.errors["different"] += 1
+        self.rests, self.rests_until = True, float("inf")
 
     def stats(self) -> TierStats:
         return TierStats(

@@ -190,9 +190,12 @@ class ReceivedShape(Shape, frozen=True):
     cached: int
     token: int
     """The first token: ORDINARY, the one that stands for the end, or a negative one, which is an error."""
+    engine_id: str = ""
+    numerics: str = ""
 
     def live(self, scheduler: Scheduler, answers: Answers) -> HandoffWentOn:
-        return HandoffWentOn(Received(self.handoff_id, FirstToken(self.token, None, b"", self.cached)))
+        first = FirstToken(self.token, None, b"", self.cached, [], self.engine_id, self.numerics)
+        return HandoffWentOn(Received(self.handoff_id, first))
 
 
 class FailedShape(Shape, frozen=True):
@@ -238,7 +241,7 @@ def handoff_shape(event: HandoffEvent, token: int, order: int) -> Shape | None:
             shape = remote_without_text(request, SamplingParams())
             return BlocksShape(order, [len(some) // BLOCK_HASH_BYTES for some in names], upto, shape)
         case Received(handoff_id, first):
-            return ReceivedShape(handoff_id, first.cached, token)
+            return ReceivedShape(handoff_id, first.cached, token, first.engine_id, first.numerics)
         case Failed(handoff_id, reason, verified, retry):
             return FailedShape(handoff_id, reason, verified, retry)
         case ClosedEvent(handoff_id, reason):

@@ -105,7 +105,8 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     read_s: float
     write_s: float
     errors: dict[str, int]
-    """Blocks that could not be moved: `read` (missing, corrupt), `write` (full disk), `deadline`."""
+    """Blocks that could not be moved: `read` (missing, corrupt), `write` (full disk), `deadline`; `different` for one
+    that was wrong, after which the tier is not used."""
     gib_s: dict[str, float] = {}
     """GiB times the seconds for which they were kept: `holds`, as far as holds kept them, and `cache`."""
 
