@@ -10,6 +10,7 @@ from engine.options.handoff import HandoffOptions
 from engine.options.holds import HoldOptions
 from engine.options.images import ImageOptions
 from engine.options.kernels import KernelOptions
+from engine.options.kv_check import KVCheckOptions
 from engine.options.kv_events import KVEventOptions
 from engine.options.kv_tiers import TierOptions
 from engine.options.lora import LoRAOptions
@@ -27,6 +28,7 @@ class EngineConfig(
     ExpertOptions,
     StructuredOutputOptions,
     KVEventOptions,
+    KVCheckOptions,
     TierOptions,
     HoldOptions,
     LoRAOptions,

@@ -362,7 +362,7 @@ class Harness:
             self.make_fetching(kv_cache, handoffs, offloading),
             *limits,
         ]
-        parts += [MicroBatches(stages) if stages > 1 else None, speculator, adapters, handoffs]
+        parts += [MicroBatches(stages) if stages > 1 else None, speculator, adapters, handoffs, *self.more_parts()]
         self.scheduler = Scheduler(
             self.config,
             kv_cache,
@@ -549,6 +549,10 @@ class Harness:
         self.cached_of.setdefault(name, event.delta.num_cached_tokens)
         if event.delta.finish_reason:
             self.finished[name] = event
+
+    def more_parts(self) -> list[Part]:
+        """Those that come last."""
+        return []
 
     def make_offloading(self, kv_cache: KVCacheManager) -> KVOffloading | None:
         """The tiers below the cache."""

@@ -30,7 +30,7 @@ GROUPS = {  # name -> what it is about, and its flags
     "KVOffloadingConfig": (
         "KV blocks in host memory, on disk and in a store",
         "kv_offloading_size kv_offloading_disk_size kv_offloading_dir kv_offloading_store kv_offloading_store_size "
-        "kv_offloading_key_file kv_offloading_ttl_s kv_offloading_timeout_s",
+        "kv_offloading_key_file kv_offloading_ttl_s kv_offloading_timeout_s kv_check_every",
     ),
     "HoldConfig": (
         "Limits of prompts that clients keep cached",

@@ -32,6 +32,7 @@ from engine.kv_transfer.transport.nixl import NixlDescription
 from engine.kv_transfer.transport.tcp import TcpDescription
 from engine.kv_transfer.transport.worker import HeldLayers
 from engine.lora.messages import AdapterAnswer, AdapterLoad, AdapterLoaded, SequenceAdapter
+from engine.parts.kv_check.messages import BlockCompared, BlockPair
 from engine.parts.tape.engine_tape import EngineTape
 from engine.parts.tape.file import TapeFile
 from engine.parts.tape.shared_copy import CopyHead
@@ -47,7 +48,8 @@ from engine.wire.token_delta import TokenBatch
 
 BorderName = Literal["commands", "engines", "parts", "handoffs", "ingresses", "store", "tapes"]
 BETWEEN_RANKS = (
-    AdapterLoad, AdapterAnswer, SequenceAdapter, ExpertOrder, ExpertAnswer, ImageStep, StateStep, TierMessage,
+    AdapterLoad, AdapterAnswer, SequenceAdapter, BlockCompared, BlockPair, ExpertOrder, ExpertAnswer, ImageStep,
+    StateStep, TierMessage,
 )  # fmt: skip
 """Records of parts that do not leave an engine."""
 IN_JSON = frozenset({"StoredResponse", "StoredTable", "ManagedKey", "Record[File]", "BatchRecord"})

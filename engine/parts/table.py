@@ -9,7 +9,7 @@ from types import ModuleType
 # in the order in which they are asked: holds before tiers, since a tier keeps the blocks of a hold that has not ended
 PARTS = (
     "pooling", "grammar", "costs", "holds", "kv_tiers", "kv_fetching", "kv_groups", "stages", "images", "speculation",
-    "experts", "lora", "handoffs", "thinking_budget", "kv_events", "black_box", "tape",
+    "experts", "lora", "handoffs", "thinking_budget", "kv_check", "kv_events", "black_box", "tape",
 )  # fmt: skip
 """Folders of engine/parts whose `make.py` makes the plan end. What an engine lacks is imported, and makes nothing."""
 
@@ -22,6 +22,7 @@ RANK_PARTS = (
     "experts",  # counts no step of warming up
     "handoffs",
     "kv_tiers",
+    "kv_check",
     "kv_groups",  # states get a share of what the others leave free
     "grammar",  # edits logits first, then the others, in vLLM's order
     "logits_processors",

@@ -1,0 +1,1 @@
+"""The check of KV that came from a tier or another engine."""
