@@ -79,6 +79,8 @@ class Size:
     adapters: int = 0
     """Slots for adapters of each engine."""
     held: Held | None = None
+    checks: int = 0
+    """One in so many tokens is computed to check KV; 0 for none."""
 
     @cache  # noqa: B019 - sizes are few, and small
     def config(self, role: Role) -> EngineConfig:
@@ -113,6 +115,7 @@ class Cluster:
         self.seen = self.network.seen
         self.log: list[str] = []
         self.digest = 0  #: of all messages, with their times
+        self.flipped = False  #: whether the bytes of a tier have flipped
         self.only_losses = False  #: whether messages are lost, but so few that nobody may notice
         self.named_kv: dict[bytes, list[int]] = {}  #: KV of the blocks in prefix caches, by the blocks' names
         self.named_embeddings: dict[bytes, list[int]] = {}  #: the same of encode engines

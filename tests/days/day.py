@@ -13,13 +13,13 @@ from engine.wire.generate_request import GenerateRequest
 from engine.wire.parts.speculation import Prediction
 from engine.wire.sampling_params import SamplingParams
 from engine.wire.structured_outputs import StructuredOutputsParams
-from tests.days import adapters, autoscaler, batches, encoders, holds, quotas, stills
+from tests.days import adapters, autoscaler, batches, checks, encoders, holds, quotas, stills
 from tests.days.cluster import Size
 from tests.days.model import alone
 from tests.days.part import Plan
 from tests.days.strike import MOMENTS
 
-PARTS = (encoders, quotas, batches, autoscaler, stills, adapters, holds)
+PARTS = (encoders, quotas, batches, autoscaler, stills, adapters, holds, checks)
 FEW = 0.05  # share of datagrams that may be lost without anybody noticing, since each is repeated some five times
 # what goes wrong on one day: some days have one kind of trouble, and much of it
 THEMES = (
@@ -42,7 +42,7 @@ THEMES = (
     ("suspend", "suspend", "move", "kill replica"),
 )  # fmt: skip
 
-OWN_WILL = ("move", "reset cache", "switch role", "release holds")  # nothing is lost
+OWN_WILL = ("move", "reset cache", "switch role", "release holds", "flip")  # nothing is lost
 
 # what clusters are made of: the values of each field of Size, or the share of the days that have it
 OPTIONS: dict[str, Sequence[Any] | float] = {

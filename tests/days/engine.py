@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ from engine.parts.holds.holds import Holds
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
 from engine.parts.images.image_courier import ImageCourier
 from engine.parts.kept import adapter_of, source_of
+from engine.parts.kv_check.kv_check import KVCheck
+from engine.parts.kv_check.kv_check_courier import HiddenChecks, KVCheckCourier
 from engine.parts.kv_fetching.kv_fetching import KVFetching
 from engine.parts.kv_groups.kv_cache_groups import kv_cache_of
 from engine.parts.kv_tiers.tier_courier import TierCourier
@@ -167,7 +170,7 @@ class Engine:
         if handoff.role == "decode":
             policy = RemotePrefillPolicy(handoff, times.by_tokens)
         role: Role | None = "decode" if policy and handoff.switch_roles else None
-        handoffs = Handoffs(policy, self.channel.peer, self.fingerprint, role)
+        handoffs = Handoffs(policy, self.channel.peer, self.fingerprint, role, "bits" if cluster.size.checks else "")
         offloading = make_offloading(cluster.size, kv_cache, times, clock)
         self.tiers = None if offloading is None else Tiers(self)
         usages, held, holds = observe_usage(kv_cache), cluster.size.held, None
@@ -196,6 +199,12 @@ class Engine:
         self.loader = adapters = None
         if cluster.size.adapters and handoff.role != "encode":
             self.loader, adapters = Loader(self), AdapterSlots(cluster.size.adapters)
+        check = None
+        if cluster.size.checks and handoff.role != "encode":
+            check = KVCheck(cluster.size.checks, config.max_num_batched_tokens, adapters)
+            for source in (offloading, fetching, handoffs):
+                if source is not None:
+                    source.arrivals = check
         stages, speculation = cluster.size.stages, list[Part]()
         if cluster.size.drafts:
             drafting = SpeculativeConfig(method="ngram")
@@ -214,6 +223,7 @@ class Engine:
                 *speculation,
                 *([] if adapters is None else [adapters]),
                 handoffs,
+                *([] if check is None else [check]),
             ],
             compute_s=compute_seconds(times, handoffs),
         )
@@ -238,6 +248,7 @@ class Engine:
                     clock.monotonic(),
                     [] if offloading is None else [usage for tier in offloading.tiers for usage in tier.usages],
                 ),
+                HiddenChecks(),
             ],
             mail=Mail(
                 scheduler,
@@ -255,6 +266,7 @@ class Engine:
                     ),
                     *([] if adapters is None else [AdapterCourier(adapters, self.loader)]),  # type: ignore[arg-type]
                     HandoffCourier(self.channel, handoffs),  # type: ignore[arg-type]
+                    *([] if check is None else [KVCheckCourier(check, self.runner, 1, NoBroadcaster())]),  # type: ignore[arg-type]
                 ],
                 Pauses(self.clock),  # type: ignore[arg-type]
             ),
@@ -511,6 +523,7 @@ class Channel:
         protocol = self.endpoint._protocol
         times = [until for _, _, until in protocol._released.values()]
         times += [*protocol._quarantined.values(), *protocol._idle_sources.values()]
+        times = [at for at in times if at < inf]
         if protocol.due is not None:
             times.append(protocol.due)
         return min(times, default=None)

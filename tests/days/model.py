@@ -10,6 +10,7 @@ from typing import Protocol
 from engine.config import EngineConfig
 from engine.costs.step_cost import StepWork
 from engine.lora.messages import SequenceAdapter
+from engine.parts.kv_check.messages import EQUAL, BlockCompared, BlockPair
 from engine.runner.rank_part import RankParts
 from engine.text.text_stream import TextStream
 from engine.wire.generate_request import GenerateRequest
@@ -124,6 +125,10 @@ class StepClock:
         return self._offset + self.drift * self.world()
 
 
+class Flipped(int):
+    """KV that a model takes for the right one, although it is not."""
+
+
 class Memory(Protocol):
     """Blocks that are read and written between engines."""
 
@@ -168,6 +173,7 @@ class Runner:
         self._written_at = [0.0] * len(self._kv)  # of each cell, when the newest step that writes it ends
         self._read_until = [0.0] * num_blocks  # when the newest step that reads it ends
         self._free_at = 0.0
+        self._compared: list[BlockCompared] = []
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         for sequence in plan.added:
@@ -225,7 +231,17 @@ class Runner:
                         self._append(slot, token)
                         right = token == draft
         assert next(masks, None) is None
+        if (pair := plan.record(BlockPair)) is not None:
+            cached = self.content(pair.cached)
+            assert self.content(pair.computed) == cached, "blocks of other tokens are compared"
+            differs = any(isinstance(cell, Flipped) for cell in cached)
+            self._compared.append(BlockCompared(pair.number, 0 if differs else EQUAL))
         return ends_at, result
+
+    def answers(self) -> list[BlockCompared]:
+        """As those of a BlockComparer."""
+        compared, self._compared = self._compared, []
+        return compared
 
     def collect(self, launched: tuple[float, StepResult]) -> StepResult:
         ends_at, result = launched

@@ -121,6 +121,9 @@ def strike(world: World, fault: Fault) -> None:
         case "reset cache":
             with suppress(EngineUnavailable):
                 replica.tell(ResetPrefixCache())
+        case "flip" if engine.tiers is not None:
+            cluster.flipped = True
+            engine.tiers.flip()
 
 
 def _is_at(moment: str, replica: Replica) -> bool:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from engine.clock import Clock
@@ -24,6 +25,7 @@ from engine.wire.parts.kv_offload import (
     TierBlock,
     TierCommand,
 )
+from tests.days.model import Flipped
 
 if TYPE_CHECKING:
     from tests.days.cluster import Size
@@ -87,6 +89,12 @@ class Tiers:
         """Return the KV of a block, by its name in a tier."""
         return self._host.get(index.slot(name)) if tier == "host" else self._disk.get(name)
 
+    def flip(self) -> None:
+        """Let all bytes flip."""
+        for contents in (self._host, self._disk):
+            for key, kv in contents.items():  # type: ignore[attr-defined]
+                contents[key] = [None if cell is None else Flipped(cell) for cell in kv]  # type: ignore[index]
+
     def _answer(self, answer: TierAnswer) -> None:
         self._answers.append(answer)
         self._engine.wake()
@@ -107,7 +115,9 @@ class Tiers:
         match command:
             case StoreBlocks(_, blocks):
                 self._later(self._seconds(blocks), self._copy, command)
-            case LoadBlocks(number, _):
+            case LoadBlocks(number, blocks):
+                for tier in self._engine.core.scheduler.parts[KVOffloading].tiers:
+                    assert tier.rests_until < inf or not any(map(tier.takes, blocks)), "a wrong tier is read"
                 self._loads[number] = Loading(command)
                 self._load(number, 0)
             case StopLoad(number) if number in self._loads:
