@@ -5,6 +5,7 @@
 # make test-clusters  slow tests on clusters, which kill nodes and replicas; one after another
 # make test-stand-in  tests of the GPU, on tensors that say they are on one
 # make days    seeks bad days of simulated clusters that reach what none has reached (tests/README.md); DAYS_FOR seconds
+# make soak    an hour of requests, cancels, kills and updates on a server, and what has grown; SOAK_MINUTES, SOAK_FLAGS
 # make test-wheel  the wheel in an environment of its own: an offline answer, a server, prefill and decode
 # make test-real  SmolLM2-135M-Instruct against transformers, itself and the API; skipped where it was not fetched
 # make test-clients  conversations of well-known clients; installs them into build/clients
@@ -21,7 +22,7 @@ KERNELS := build/kernels/.compiled
 # helm and kubectl, with which tests of k8s/ render; elsewhere the machine's own, or these tests are skipped
 HELM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),build/kubernetes/helm)
 
-.PHONY: serve test test-all test-slow test-clusters test-stand-in test-wheel test-real test-clients test-browser days first-gpu test-gpu bench-gpu site check install clean
+.PHONY: serve test test-all test-slow test-clusters test-stand-in test-wheel test-real test-clients test-browser days soak first-gpu test-gpu bench-gpu site check install clean
 
 serve: $(INSTALLED)
 	$(BIN)/manta serve serve_config.yaml
@@ -70,6 +71,14 @@ DAYS_PROCESSES ?= $(shell nproc)
 days: $(INSTALLED)
 	@mkdir -p build
 	$(BIN)/python -m tests.days --guided --for $(DAYS_FOR) --processes $(DAYS_PROCESSES) --keep build/corpus.jsonl
+
+# the figures are left in build/soak.txt, the server's log in build/soak.log
+SOAK_MINUTES ?= 60
+SOAK_FLAGS ?= --clients 4
+soak: $(INSTALLED) $(KERNELS)
+	@mkdir -p build
+	$(BIN)/python -m benchmarks.soak --minutes $(SOAK_MINUTES) $(SOAK_FLAGS) --log build/soak.log > build/soak.txt; \
+		status=$$?; cat build/soak.txt; exit $$status
 
 # Else each process of pytest compiles the kernels that its tests need
 $(KERNELS): $(shell find engine/model/ops/cpu -name '*.py') | $(INSTALLED)

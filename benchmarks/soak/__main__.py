@@ -1,11 +1,14 @@
-"""A server with both pools for an hour, its requests left and its processes killed: `python -m benchmarks.soak`.
+"""A server with both pools for an hour, its requests left and its processes killed: `make soak`.
 
 Two prefill replicas, two decode replicas of two ranks, two ingresses behind HAProxy, with an adapter, holds, tiers in
-host memory and on disk, and a key with limits. Clients ask in nine ways, leave two in nine answers, and compare every
-text with the one that the request got before anything was killed. Every so often a process gets SIGKILL, always the
-youngest of its kind, so that one of each lives for the whole run under all that is asked. Memory, descriptors and
-threads of each kind, processes, blocks, temporary files and shared memory are compared at rest: after a while of
-requests only, and at the end. It exits with 1 if anything has grown, or a client was wronged.
+host memory and on disk, and a key with limits. Clients ask in eleven ways, as agents and in batches too, leave two in
+eleven answers, and compare every text with the one that the request got before anything was killed. Every so often a
+process gets SIGKILL, always the youngest of its kind, so that one of each lives for the whole run under all that is
+asked, or the configuration changes, and the ingresses are replaced one by one. Memory, descriptors and threads of each
+kind, processes, blocks, temporary files, shared memory, and what the same requests are billed are compared at rest:
+after a while of requests only, and at the end. It exits with 1 if anything has grown, or a client was wronged.
+
+With `--switch-roles`, replicas of one rank change between the pools instead.
 """
 
 from __future__ import annotations
@@ -35,7 +38,11 @@ def show_soak(found: Soak) -> None:
     print(f"broken, and asked again, by what was killed last: {_list(broken)}")
     print(f"files: {len(found.before.files)}, {len(found.after.files)}")
     print(f"files of shared memory: {len(found.before.shared_memory)}, {len(found.after.shared_memory)}")
-    print(f"blocks and requests held at the end: {found.held:g}\n")
+    print(f"blocks and requests held at the end: {found.held:g}")
+    for name, before in found.bills[0].answers.items():
+        after = found.bills[1]
+        print(f"{name} of the same requests: {before:g}, {after.answers[name]:g}; in the books {after.books[name]:g}")
+    print()
     print("| at rest, before and after | processes | MiB of the largest | peak | MiB/h, second half | descriptors "
           "| threads |\n" + 7 * "| --- " + "|")  # fmt: skip
     for kind in sorted(found.before.counts() | found.after.counts()):
@@ -72,12 +79,14 @@ def main(
     warm_up_minutes: Annotated[float, typer.Option(min=0.1, help="With requests only, before.")] = 2.0,
     kill_every_s: Annotated[float, typer.Option(min=1.0, help="Seconds from kill to kill.")] = 60.0,
     clients: Annotated[int, typer.Option(min=1, help="Each asks again as soon as it has its answer.")] = 8,
+    switch_roles: Annotated[bool, typer.Option(help="Replicas change between the pools.")] = False,
     log: Annotated[Path | None, typer.Option(help="Write the server's log into this file.")] = None,
 ) -> None:
     """Look for what grows while a server is used, left and killed."""
     with tempfile.TemporaryDirectory(prefix="soak", dir="/tmp", ignore_cleanup_errors=True) as folder:
         try:
-            found = asyncio.run(soak(Path(folder), 60 * minutes, 60 * warm_up_minutes, kill_every_s, clients))
+            times = 60 * minutes, 60 * warm_up_minutes, kill_every_s
+            found = asyncio.run(soak(Path(folder), *times, clients, switch_roles))
         finally:
             if log is not None and (server_log := Path(folder, "serve.log")).exists():
                 shutil.copy(server_log, log)

@@ -16,8 +16,9 @@ from benchmarks.soak.visitors import AS_FREE
 from tests.scrape import Scrape
 from tests.serve.serve_run import ServeRun
 
-RANK = re.compile(r"((?:decode|prefill)-\w+)-\w+/(rank\d+) placement\.rank_actor rank starts pid=(\d+)")
+RANK = re.compile(r"((?:decode|prefill|pd)-\w+)-\w+/(rank\d+) placement\.rank_actor rank starts pid=(\d+)")
 TIERS = "kv"  # folder of KV blocks, whose number is limited
+BATCHES = "batches"  # folder of records of batches, which stay for weeks
 SERVED = "ray::ServeReplica:manta:"
 SHARED_MEMORY = "/dev/shm/"
 HELD = ("running", "reserved", "leased")
@@ -39,8 +40,9 @@ class ProcessState:
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """at: seconds on the monotonic clock. processes: by process id. strays: kinds of processes that the server has
-    started and no longer has below it, but that live. files: in its folder for temporary files, logs, KV blocks and
-    kept tapes left out. shared_memory: files that one of its processes had mapped at any time, and that exist."""
+    started and no longer has below it, but that live. files: in its folder for temporary files, logs, KV blocks,
+    records of batches and kept tapes left out. shared_memory: files that one of its processes had mapped at any time,
+    and that exist."""
 
     at: float
     processes: dict[int, ProcessState]
@@ -89,7 +91,7 @@ class Footprints:
             processes[process.pid] = state
             self._seen[process] = state.kind
         strays = [kind for process, kind in self._seen.items() if process.pid not in processes and _lives(process)]
-        bounded = {"logs", TIERS, f"manta-tapes-{os.getuid()}"}
+        bounded = {"logs", TIERS, BATCHES, f"manta-tapes-{os.getuid()}"}
         inside = (path for path in self._folder.rglob("*") if not bounded & set(path.parts))
         files = frozenset(str(path.relative_to(self._folder)) for path in inside if not path.is_dir())
         exist = frozenset(name for name in self._mapped if Path(name).exists())

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.soak.bills import Bills, bills
 from benchmarks.soak.footprint import TIERS, Footprint, Footprints
 from benchmarks.soak.visitors import ADAPTER, FREE, LIMITED, MODEL, Visitors, Visits
 from deployments.frontend.api_keys import key_line
@@ -33,10 +34,13 @@ ENGINE = {
 }  # fmt: skip
 PIRATE = Path(pocket.__file__).with_name("pirate")
 RPM_LIMIT, TPM_LIMIT = 6, 1200
-VICTIMS = [  # in turns
-    "rank1 of decode-pocket", "ingress", "prefill-pocket", "haproxy", "decode-pocket", "rank0 of prefill-pocket",
-    "ray::ServeController", "rank0 of decode-pocket",
+UPDATE = "an update of the configuration"
+VICTIMS = [  # in turns; what is no process is done instead
+    "rank1 of decode-pocket", "ingress", "prefill-pocket", "haproxy", "decode-pocket", UPDATE,
+    "rank0 of prefill-pocket", "ray::ServeController", "rank0 of decode-pocket",
 ]  # fmt: skip
+SWITCHING_VICTIMS = ["rank0 of pd-pocket", "ingress", "haproxy", "pd-pocket", UPDATE, "ray::ServeController"]
+"""The same of replicas that change roles."""
 BREAKING = ("ingress", "haproxy")  # a connection ends with these, and its client has to ask again
 MAX_MORE_DESCRIPTORS, MAX_MORE_THREADS = 16, 8  # of a process
 MAX_MORE_MIB, MAX_MORE_RSS = 32.0, 1.15  # of a process: so many, or so many times what it was, whichever is more
@@ -45,9 +49,10 @@ FREE_KINDS = ("ray::IDLE", "python3", "manta-haproxy")
 """Kinds that come and go: workers that Ray starts ahead and ends, programs that have not yet got their names."""
 
 
-def arguments(folder: Path) -> dict[str, Any]:
+def arguments(folder: Path, switch_roles: bool = False) -> dict[str, Any]:
     """Return the configuration: both pools twice, so that of each kind one lives from beginning to end; strict, so that
-    texts do not depend on whether one rank has computed a prompt, or two have."""
+    texts do not depend on whether one rank has computed a prompt, or two have. switch_roles: whether replicas change
+    between the pools, all of one rank then."""
     tiers = {"kv_offloading_dir": f"{folder}/{TIERS}"}
     pool = {"num_cpus": 0.05, "num_replicas": 2, "stall_timeout_s": 60.0}
     model = {
@@ -56,8 +61,8 @@ def arguments(folder: Path) -> dict[str, Any]:
         "engine": ENGINE | tiers,
         "lora_modules": {ADAPTER: str(PIRATE)},
         "prefill": pool,
-        "decode": {**pool, "engine": {"tensor_parallel_size": 2}},
-        "handoff": {"transport": "tcp", "policy": "always"},
+        "decode": pool if switch_roles else {**pool, "engine": {"tensor_parallel_size": 2}},
+        "handoff": {"transport": "tcp", "policy": "always", "switch_roles": switch_roles},
     }
     kept = {"store": f"sqlite://{folder}/store.db", "idempotency_ttl_s": 60.0, "response_ttl_s": 60.0}
     keys = {
@@ -69,10 +74,11 @@ def arguments(folder: Path) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Soak:
-    """before, after: at rest. samples: while it ran. kills: by kind."""
+    """before, after: at rest; so are bills. samples: while it ran. kills: by kind."""
 
     before: Footprint
     after: Footprint
+    bills: tuple[Bills, Bills]
     held: float
     visits: Visits
     kills: Counter[str]
@@ -87,6 +93,7 @@ class Soak:
             if struck not in BREAKING:
                 found += [f"a request broke after {struck}: {error}" for error in errors]
         found += [f"{kind} lives on outside" for kind in self.after.strays]
+        found += self.bills[1].problems(self.bills[0])
         if self.held:
             found.append(f"{self.held:g} blocks or requests are held for nobody")
         for name in ("files", "shared_memory"):
@@ -130,36 +137,52 @@ class Soak:
         return statistics.linear_regression(*zip(*pairs, strict=True)).slope
 
 
-async def soak(folder: Path, seconds: float, warm_up_s: float, kill_s: float, clients: int) -> Soak:
+async def soak(
+    folder: Path, seconds: float, warm_up_s: float, kill_s: float, clients: int, switch_roles: bool = False
+) -> Soak:
     """Return what a server holds at rest after `warm_up_s` of requests, and again after `seconds` of them in which
-    every `kill_s` a process is killed. folder: a short path, for all files."""
+    every `kill_s` a process is killed, or the configuration changes. folder: a short path, for all files.
+    switch_roles: as for `arguments`."""
     environment = {"RAY_TMPDIR": str(folder), "TMPDIR": str(folder)}
-    with ServeRun(folder, arguments(folder), environment=environment, manta=True) as server:
+    given, kinds = arguments(folder, switch_roles), SWITCHING_VICTIMS if switch_roles else VICTIMS
+    with ServeRun(folder, given, environment=environment, manta=True) as server:
         for _ in range(4):
             await asyncio.to_thread(server.wait_for_line, "replica ready", STARTUP_S)
-        return await _soak(server, Footprints(server, folder), seconds, warm_up_s, kill_s, clients)
+        return await _soak(server, given, kinds, Footprints(server, folder), seconds, warm_up_s, kill_s, clients)
 
 
 async def _soak(
-    server: ServeRun, footprints: Footprints, seconds: float, warm_up_s: float, kill_s: float, clients: int
+    server: ServeRun,
+    given: dict[str, Any],
+    kinds: list[str],
+    footprints: Footprints,
+    seconds: float,
+    warm_up_s: float,
+    kill_s: float,
+    clients: int,
 ) -> Soak:
     counts: dict[str, int] = {}
     await _whole(footprints, counts)
-    counts |= {kind: len(footprints.look().pids(kind)) for kind in VICTIMS}
+    counts |= {kind: len(footprints.look().pids(kind)) for kind in kinds}
     visits, kills, last = Visits(), Counter[str](), ["nothing"]
     visitors = Visitors(server.url, clients, visits, lambda: last[0])
     async with visitors:
         await asyncio.sleep(warm_up_s)
         await visitors.read_all()
     await _at_rest(footprints)
+    billed = await bills(server.url)
     before = await asyncio.to_thread(footprints.look)
-    found = Soak(before, before, 0.0, visits, kills, [])
+    found = Soak(before, before, (billed, billed), 0.0, visits, kills, [])
     started = time.monotonic()
     async with Visitors(server.url, clients, visits, lambda: last[0]), _looking(footprints, found):
-        victims = cycle(VICTIMS)
+        victims = cycle(kinds)
         while (left := started + seconds - time.monotonic()) > 0:
             last[0] = await _strike(footprints, victims, counts)
             kills[last[0]] += 1
+            if last[0] == UPDATE:
+                limit = given["ingress"]["key_limits"][LIMITED]
+                limit["rpm_limit"] = RPM_LIMIT + kills[UPDATE] % 2
+                await asyncio.to_thread(server.put, given)
             minute = (time.monotonic() - started) / 60
             print(f"minute {minute:.1f}: {last[0]}, {visits.answered.total()} answered so far", file=sys.stderr)
             await asyncio.sleep(min(kill_s, left))
@@ -167,16 +190,18 @@ async def _soak(
     found.seconds = time.monotonic() - started
     await _at_rest(footprints)
     found.after, found.held = await asyncio.to_thread(footprints.look), footprints.held()
+    found.bills = billed, await bills(server.url)
     return found
 
 
 async def _strike(footprints: Footprints, victims: cycle[str], counts: dict[str, int]) -> str:
-    """Kill the youngest of the next kind that is whole, and return the kind."""
+    """Kill the youngest of the next kind that is whole, and return the kind. UPDATE has none, and its turn comes."""
     now = await asyncio.to_thread(footprints.look)
     for kind, _ in zip(victims, counts, strict=False):
         pids = now.pids(kind)
         if len(pids) == counts[kind]:
-            os.kill(pids[0], signal.SIGKILL)
+            if pids:
+                os.kill(pids[0], signal.SIGKILL)
             return kind
     return "nothing"
 
@@ -198,11 +223,11 @@ async def _looking(footprints: Footprints, found: Soak) -> AsyncGenerator[None]:
 
 
 async def _whole(footprints: Footprints, counts: dict[str, int]) -> None:
-    """Wait until there are as many processes as there should be, and an ingress could ask both decode replicas."""
+    """Wait until there are as many processes as there should be, and an ingress could ask a decode replica."""
 
     def whole() -> bool:
         now = footprints.look()
-        return all(len(now.pids(kind)) == n for kind, n in counts.items()) and footprints.engines() == 2
+        return all(len(now.pids(kind)) == n for kind, n in counts.items()) and footprints.engines() >= 1
 
     await _until(whole, WHOLE_S)
 

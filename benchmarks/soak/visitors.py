@@ -17,7 +17,9 @@ from tests.resuming_client import NOBODY_THERE, ResumingClient
 MODEL, ADAPTER = "pocket", "pirate"
 FREE, LIMITED = "free", "limited"  # API keys without and with limits
 LIMIT_S = 300.0  # for each request: longer is hanging
-PAUSE_S = 1.0  # before a client comes again that was turned away
+PAUSE_S = 1.0  # before a client comes again that was turned away, and at most between two turns of an agent
+TURNS = 4  # of an agent
+ENDED = ("completed", "failed", "expired", "cancelled")
 WORDS = ["ocean", "lamp", "winter", "dog", "music", "river", "stone", "letter"]
 LONG = " and ".join(WORDS) * 12
 BODIES: list[dict[str, Any]] = [
@@ -70,7 +72,7 @@ class Visitors:
         self._done = asyncio.Event()
         self._ways: list[Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]] = [
             self._stream, self._leave_stream, self._whole, self._leave_whole, self._keyed, self._formed, self._response,
-            self._talk, self._limited,
+            self._talk, self._limited, self._agent, self._batch,
         ]  # fmt: skip
 
     async def __aenter__(self) -> Visitors:
@@ -182,6 +184,45 @@ class Visitors:
             response = await http.delete(f"/v1/holds/{session}")
             if response.status_code != 404:  # its replica may have died, and the hold with it
                 await _check(response)
+
+    async def _agent(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        """Goes on with what tools have found, after pauses in which its KV may go to a tier."""
+        number, context = rng.randrange(len(WORDS)), f"You look up the word {WORDS[rng.randrange(2)]}.\n"
+        for turn in range(TURNS):
+            context += f"The tool says: {WORDS[(number + turn) % len(WORDS)]} {LONG if turn == 0 else ''}\n"
+            body = {"model": MODEL, "prompt": context, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
+            answer = await _post(http, "/v1/completions", body)
+            text = answer["choices"][0]["text"]
+            self.visits.take("a turn of an agent", f"turn {turn} after {context[:40]} {number}", text)
+            context += text
+            await asyncio.sleep(rng.uniform(0, PAUSE_S))
+
+    async def _batch(self, http: httpx.AsyncClient, rng: random.Random) -> None:
+        """Has three lines answered, and deletes their files."""
+        chosen = rng.sample(range(len(BODIES)), 3)
+        lines = [
+            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {**BODIES[i], "model": MODEL}}
+            for i in chosen
+        ]
+        upload = {"file": ("lines.jsonl", "\n".join(map(json.dumps, lines)).encode())}
+        response = await http.post("/v1/files", files=upload, data={"purpose": "batch"})
+        await _check(response)
+        file_id = response.json()["id"]
+        batch = await _post(http, "/v1/batches", {"input_file_id": file_id, "endpoint": "/v1/completions",
+                                                  "completion_window": "24h"})  # fmt: skip
+        while batch["status"] not in ENDED:
+            await asyncio.sleep(PAUSE_S)
+            response = await http.get(f"/v1/batches/{batch['id']}")
+            await _check(response)
+            batch = response.json()
+        assert batch["status"] == "completed" and batch["request_counts"]["failed"] == 0, batch
+        response = await http.get(f"/v1/files/{batch['output_file_id']}/content")
+        await _check(response)
+        for line in map(json.loads, response.text.splitlines()):
+            text = line["response"]["body"]["choices"][0]["text"]
+            self.visits.take("a line of a batch", f"body {line['custom_id']} of {MODEL}", text)
+        for each in (file_id, batch["output_file_id"]):
+            await _check(await http.delete(f"/v1/files/{each}"))
 
     async def _limited(self, http: httpx.AsyncClient, rng: random.Random) -> None:
         name, body = _some(rng)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.soak.bills import Bills
 from benchmarks.soak.footprint import Footprint, ProcessState
-from benchmarks.soak.soak import BREAKING, Soak
+from benchmarks.soak.soak import BREAKING, Soak, arguments
 from benchmarks.soak.visitors import Visits
+from cluster.config.app_config import AppConfig
 
 RANK = {"kind": "rank0 of decode-pocket", "started": 0.0, "rss_mib": 400.0, "descriptors": 100, "threads": 40}
 
@@ -25,8 +27,14 @@ def names(count: int) -> frozenset[str]:
     return frozenset(f"file{i}" for i in range(count))
 
 
-def problems(after: Footprint, held: float = 0.0, **visits: Any) -> list[str]:
-    return Soak(at_rest(), after, held, Visits(**visits), Counter(), []).problems()
+def billed(**changes: float) -> Bills:
+    """What is billed for some requests, and is in the books; changes: of the books."""
+    answers = {"prompt_tokens": 100.0, "output_tokens": 50.0, "compute_seconds": 1.0}
+    return Bills(answers, answers | changes)
+
+
+def problems(after: Footprint, held: float = 0.0, bills: Bills | None = None, **visits: Any) -> list[str]:
+    return Soak(at_rest(), after, (billed(), bills or billed()), held, Visits(**visits), Counter(), []).problems()
 
 
 def test_a_server_that_is_as_it_was_has_no_problem():
@@ -51,6 +59,24 @@ def test_a_server_that_is_as_it_was_has_no_problem():
 )
 def test_what_has_grown_is_told(after, problem):
     assert problems(after) == [problem]
+
+
+def test_books_that_differ_from_bills_and_bills_that_differ_from_earlier_ones_are_told():
+    assert problems(at_rest(), bills=billed(compute_seconds=1.005)) == []
+    assert problems(at_rest(), bills=billed(compute_seconds=1.1)) == [
+        "compute_seconds: 1 are billed, and 1.1 are in the books"
+    ]
+    more = Bills({"prompt_tokens": 101.0}, {"prompt_tokens": 102.0})
+    assert problems(at_rest(), bills=more) == [
+        "prompt_tokens: 101 are billed, and 102 are in the books",
+        "prompt_tokens: 100 were billed for the same requests, at the end 101",
+    ]
+
+
+@pytest.mark.parametrize("switch_roles", [False, True])
+def test_a_server_that_is_soaked_has_a_valid_configuration(tmp_path, switch_roles):
+    (model,) = AppConfig.model_validate(arguments(tmp_path, switch_roles)).models
+    assert (model.decode.bounds, model.prefill.bounds) == ((2, 2), (2, 2))
 
 
 def test_blocks_that_are_held_and_requests_that_failed_are_told():
