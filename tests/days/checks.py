@@ -1,5 +1,5 @@
-"""Checks of cached KV, and tiers whose bytes flip. A flipped number is equal to the right one, so that texts stay the
-same; only what compares blocks tells them apart."""
+"""Checks of cached KV, and tiers whose bytes flip from some time on. A flipped number is equal to the right one: texts
+stay the same, and only what compares blocks tells them apart."""
 
 from __future__ import annotations
 

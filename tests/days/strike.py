@@ -123,7 +123,7 @@ def strike(world: World, fault: Fault) -> None:
                 replica.tell(ResetPrefixCache())
         case "flip" if engine.tiers is not None:
             cluster.flipped = True
-            engine.tiers.flip()
+            engine.tiers.flips = True
 
 
 def _is_at(moment: str, replica: Replica) -> bool:

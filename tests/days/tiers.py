@@ -72,6 +72,7 @@ class Tiers:
         self._disk: dict[bytes, list[int | None]] = {}
         self._loads: dict[int, Loading] = {}
         self._answers: list[TierAnswer | StoreListing] = []
+        self.flips = False  #: whether bytes flip on their way up
 
     def submit(self, commands: list[TierCommand]) -> None:
         for command in commands:
@@ -88,12 +89,6 @@ class Tiers:
     def content(self, tier: str, index: TierIndex, name: bytes) -> list[int | None] | None:
         """Return the KV of a block, by its name in a tier."""
         return self._host.get(index.slot(name)) if tier == "host" else self._disk.get(name)
-
-    def flip(self) -> None:
-        """Let all bytes flip."""
-        for contents in (self._host, self._disk):
-            for key, kv in contents.items():  # type: ignore[attr-defined]
-                contents[key] = [None if cell is None else Flipped(cell) for cell in kv]  # type: ignore[index]
 
     def _answer(self, answer: TierAnswer) -> None:
         self._answers.append(answer)
@@ -172,6 +167,9 @@ class Tiers:
             kv = None
         if kv is not None:
             assert kv == self._named_kv[block.name], "a tier has other KV than its name says"
+            if self.flips:
+                self._seen["block flipped"] += 1
+                kv = [None if cell is None else Flipped(cell) for cell in kv]
             self._engine.runner.write(block.block, kv, self._engine.loop.time())
             loading.written.add(index)
         self._load(number, index + 1)
