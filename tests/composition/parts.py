@@ -12,6 +12,7 @@ import msgspec
 from cluster.lab.tape.replay import Replay
 from engine.options.experts import EPLBConfig
 from engine.parts.costs.cost_ledger import CostLedger
+from engine.parts.kv_check.messages import KVCheckStats
 from engine.parts.tape.engine_tape import EngineTape, tape_with_key
 from engine.wire.part_record import PartRecord, encoded
 from engine.wire.parts.costs import ReportCost
@@ -184,6 +185,13 @@ def balance(session: Session) -> None:
         assert sum(core.observers[CostLedger].ns.values()) == core.observers[CostLedger].wall_ns
 
 
+def nobody_accused(session: Session) -> None:
+    """What came from tiers and other engines has the bits that its own engine computes, as far as it was checked."""
+    for core in session.cores:
+        stats = core.stats().record(KVCheckStats)
+        assert stats is None or not any(results["different"] for results in stats.checks.values()), stats
+
+
 def hold(draft: Draft) -> None:
     marks = [HoldMark(len(draft.prompt) // 2, 60.0), HoldMark(len(draft.prompt), 60.0)]
     draft.records.append(PromptHold(marks=marks))
@@ -291,14 +299,15 @@ PARTS = (
     Part("overlap", "`async_scheduling: true`", always, {"async_scheduling": True}),
     Part("priorities", "`scheduling_policy: priority`", always, {"scheduling_policy": "priority"}, ask=order),
     Part("host tier", "`kv_offloading_size`", loaded, offload(kv_offloading_size=SIZE_GIB), evicts=True,
-         most={"num_gpu_blocks_override": 48}, twice=True),
+         most={"num_gpu_blocks_override": 48}, twice=True, audit=nobody_accused),
     Part("disk tier", "`kv_offloading_disk_size`", loaded, most={"num_gpu_blocks_override": 48}, evicts=True,
          options=lambda setup: offload(kv_offloading_disk_size=SIZE_GIB, kv_offloading_dir=str(setup.place)),
-         twice=True),
+         twice=True, audit=nobody_accused),
     Part("store tier", "`kv_offloading_store`", loaded, most={"num_gpu_blocks_override": 48}, evicts=True,
          options=lambda setup: offload(kv_offloading_store=str(setup.place / "store"),
                                        kv_offloading_store_size=SIZE_GIB,
-                                       kv_offloading_key_file=key_file(setup.place)), twice=True),
+                                       kv_offloading_key_file=key_file(setup.place)),
+         twice=True, audit=nobody_accused),
     Part("holds", "`hold` of a request", granted,
          {"max_held_share": 0.5}, ask=hold, twice=True),
     Part("KV events", "`kv_events_config`", always, audit=mirror,
@@ -310,11 +319,11 @@ PARTS = (
     Part("costs", "`report_cost` of a request", lambda run: any(len(s.costs) > 2 for s in run.streams.values()),
          audit=balance, ask=reports),
     Part("handoffs", "`handoff`, a prefill and a decode engine", handed_over,
-         {"handoff": {"role": "decode", "policy": "always"}}, twice=True),
+         {"handoff": {"role": "decode", "policy": "always"}}, twice=True, audit=nobody_accused),
     Part("prefix fetching", "`handoff.enable_prefix_fetching`; another engine has the KV", fetched,
-         {"handoff": {"enable_prefix_fetching": True}}, twice=True),
+         {"handoff": {"enable_prefix_fetching": True}}, twice=True, audit=nobody_accused),
     Part("moves", "`handoff.move_requests`; requests go on in another engine", received,
-         {"handoff": {"move_requests": True, "lease_s": 3.0, "heartbeat_s": 0.5}}),
+         {"handoff": {"move_requests": True, "lease_s": 3.0, "heartbeat_s": 0.5}}, audit=nobody_accused),
     Part("LoRA", "`lora` of a request", always, {"enable_lora": True, "max_loras": 2}, ask=adapt),
     Part("images", "`mm_features` of a request", encoded_images, kind={"images": True},
          ask=show_images),
