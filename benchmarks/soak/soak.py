@@ -177,6 +177,7 @@ async def _soak(
     async with Visitors(server.url, clients, visits, lambda: last[0]), _looking(footprints, found):
         victims = cycle(kinds)
         while (left := started + seconds - time.monotonic()) > 0:
+            await _until(lambda: footprints.engines() >= 1, WHOLE_S)  # else what breaks is the fault of an earlier one
             last[0] = await _strike(footprints, victims, counts)
             kills[last[0]] += 1
             if last[0] == UPDATE:
