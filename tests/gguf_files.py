@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.model.tensor_names import canonical_name
+from tests.gguf_keys import keys, rope_factors, xielu_keys
 
 Numbers = NDArray[np.float32]
 # Heads whose size and inputs are what blocks of 256 numbers need.
@@ -33,36 +34,30 @@ ARCHITECTURES = {
     "olmo2": "olmo2", "olmo3": "olmo2", "exaone4": "exaone4", "ernie4_5": "ernie4_5", "seed_oss": "seed_oss",
     "hunyuan_v1_dense": "hunyuan-dense", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid", "gemma": "gemma", "arcee": "arcee", "cohere2": "cohere2",
-    "starcoder2": "starcoder2",
+    "starcoder2": "starcoder2", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "falcon_h1": "falcon-h1",
+    "nemotron_h": "nemotron_h_moe", "qwen3_next": "qwen3next", "kimi_linear": "kimi-linear",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2", "minicpm3": "minicpm3",
+    "ministral3": "mistral3", "apertus": "apertus",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
 }  # fmt: skip
-KEYS = {
-    "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "head_dim": "attention.key_length", "sliding_window": "attention.sliding_window", "num_experts": "expert_count",
-    "num_local_experts": "expert_count", "n_routed_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count",
-    "shared_expert_intermediate_size": "expert_shared_feed_forward_length", "norm_topk_prob": "expert_weights_norm",
-    "routed_scaling_factor": "expert_weights_scale", "first_k_dense_replace": "leading_dense_block_count",
-    "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
-    "mamba_d_conv": "ssm.conv_kernel", "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count",
-    "mamba_n_heads": "ssm.time_step_rank", "shared_intermediate_size": "expert_shared_feed_forward_length",
-    "layer_norm_eps": "attention.layer_norm_epsilon", "norm_epsilon": "attention.layer_norm_epsilon",
-    "logit_scale": "logit_scale", "norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache",
-    "num_dense_layers": "leading_dense_block_count", "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale", "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_key_head_dim": "ssm.state_size", "linear_num_key_heads": "ssm.group_count",
-    "linear_num_value_heads": "ssm.time_step_rank",
-    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
-    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
-}  # fmt: skip
 RENAMED = {
-    "e_score_correction_bias": "e_score_correction.bias", "dt_bias": "dt_proj.bias", "router.layer": "gate",
+    "e_score_correction_bias": "e_score_correction.bias",
+    "mixer.dt_bias": "mixer.dt.bias", "dt_bias": "dt_proj.bias", "router.layer": "gate",
+    "mixer.experts.": "mlp.experts.", "router.per_expert_scale": "mlp.experts.down_proj.scale",
+    "router.scale": "mlp.gate.scale",
 }  # fmt: skip
-SUFFIXES = {"sinks": ".weight", "expert_bias": ".bias", "A_log": ".", "mamba.D": "."}  # of parameters without one
+# of parameters without one, or that the tables of `gguf` know with it
+SUFFIXES = {
+    "sinks": ".weight", "expert_bias": ".bias", "A_log": ".", ".D": ".", "layer_scalar": ".weight",
+    "correct_output_scale": ".weight", "pre_ff_layernorm.weight": ".weight",
+}  # fmt: skip
+MAMBA = ("mamba.A_log", "mamba.D", "mixer.A_log", "mixer.D")
+SHIFTED = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+PAIRS = ("llama", "granite", "smollm3", "arcee", "granitehybrid", "nemotron_h_moe", "mistral3")  # rotated
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
-NOT_IN_BLOCKS = ("norm", "bias", "sinks", "ffn_gate_inp", "exp_probs_b", "rope_", "conv")
+ALTUP = re.compile(r"(.*altup_\w+)\.(\d+)\.(.*)")
+STACKED = re.compile(r".*(\.experts\.\w+\.(weight|bias)|altup_\w+\.weight|\.[kv]_b_proj\.weight)")
+NOT_IN_BLOCKS = ("norm", "bias", "sinks", "ffn_gate_inp", "exp_probs_b", "rope_", "conv", "ssm_a", "scale")
 
 
 def write_gguf(
@@ -72,26 +67,31 @@ def write_gguf(
     are the numbers that the file holds. others: types of tensors by a part of their names. metadata: more keys."""
     raw = json.loads((folder / "config.json").read_text())
     raw["head_dim"] = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    raw.setdefault("num_hidden_layers", len(raw.get("layers_block_type") or ()))
     tensors = {canonical_name(name): tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     writer = GGUFWriter(file, arch := ARCHITECTURES[raw["model_type"]])
-    for key, value in (keys(raw, arch) | {"general.name": "tiny"} | vocabulary(raw["vocab_size"]) | metadata).items():
+    own_keys = keys(raw, arch) | xielu_keys(tensors)
+    for key, value in (own_keys | {"general.name": "tiny"} | vocabulary(raw["vocab_size"]) | metadata).items():
         add(writer, key, value)
     table = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 8)
-    held: dict[str, Tensor] = {}
+    held: dict[str, Tensor] = {name: tensors.pop(name) for name in list(tensors) if ".act_fn." in name}
     for name, parts in gathered(tensors, raw).items():
         stem, _, suffix = name.rpartition(".")
-        own = f"{table.get_name(stem)}.{suffix}".removesuffix(".")
+        known_stem = stem.replace("model.", "backbone.", 1) if ".mixer." in stem else stem
+        own = f"{table.get_name(known_stem)}.{suffix}".removesuffix(".")
         plain = (
             name.endswith(("sinks", "conv.conv.weight"))
             or parts[0][1].dim() == 1
             or any(word in own for word in NOT_IN_BLOCKS)
         )
         data = np.stack([arranged(n, t, raw).numpy() for n, t in parts])
-        data = data if ".experts." in name else data[0]
+        data = data if (stacked := bool(STACKED.fullmatch(name))) else data[0]
         kind = "F32" if plain else next((other for part, other in others.items() if part in own), type)
+        if data.shape[-1] % gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:  # it has no whole blocks
+            plain, kind = True, "F32"
         stored, numbers = encoded(data, kind)
         writer.add_tensor(own, stored, raw_dtype=None if plain else GGMLQuantizationType[kind])
-        numbers = numbers if ".experts." in name else numbers[None]
+        numbers = numbers if stacked else numbers[None]
         for (part, _), values in zip(parts, torch.from_numpy(numbers), strict=True):
             held[part] = rearranged(part, values, raw)
     for name, factors in rope_factors(raw).items():
@@ -106,37 +106,6 @@ def write_gguf(
     save_file({names[name]: tensor.contiguous() for name, tensor in ungathered(held, raw).items()},
               oracle / "model.safetensors", {"format": "pt"})  # fmt: skip
     return oracle
-
-
-def keys(raw: dict[str, Any], arch: str) -> dict[str, Any]:
-    found = {f"{arch}.{key}": raw[name] for name, key in KEYS.items() if raw.get(name) is not None}
-    found[f"{arch}.attention.value_length"] = raw["head_dim"]
-    found[f"{arch}.vocab_size"] = raw["vocab_size"]
-    if raw.get("sliding_window") and arch in ("olmo2", "exaone4"):
-        found[f"{arch}.attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in raw["layer_types"]]
-    if arch.startswith("qwen35"):
-        found[f"{arch}.ssm.inner_size"] = raw["linear_value_head_dim"] * raw["linear_num_value_heads"]
-        found[f"{arch}.full_attention_interval"] = 4
-    if arch == "granitehybrid":
-        found[f"{arch}.ssm.inner_size"] = raw["mamba_d_head"] * raw["mamba_n_heads"]
-        found[f"{arch}.rope.scaling.finetuned"] = raw["position_embedding_type"] == "rope"
-    if arch.startswith("lfm2") or arch == "granitehybrid":
-        counts = [raw["num_key_value_heads"] if kind == "full_attention" else 0 for kind in raw["layer_types"]]
-        found[f"{arch}.attention.head_count_kv"] = counts
-    if arch == "gpt-oss":
-        found["gpt-oss.expert_feed_forward_length"] = raw["intermediate_size"]
-    rope = raw["rope_parameters"]
-    local = rope.get("sliding_attention")
-    rope = rope.get("full_attention", rope)
-    found[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
-    found[f"{arch}.rope.dimension_count"] = int(raw["head_dim"] * rope.get("partial_rotary_factor", 1.0))
-    if local:
-        found[f"{arch}.rope.freq_base_swa"] = float(local["rope_theta"])
-    if rope["rope_type"] in ("linear", "yarn"):
-        found |= {f"{arch}.rope.scaling.type": rope["rope_type"], f"{arch}.rope.scaling.factor": float(rope["factor"])}
-    if original := rope.get("original_max_position_embeddings"):
-        found[f"{arch}.rope.scaling.original_context_length"] = original
-    return found
 
 
 def vocabulary(size: int) -> dict[str, Any]:
@@ -168,7 +137,22 @@ def gathered(tensors: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, list[
     for name, tensor in tensors.items():
         if match := EXPERT.fullmatch(name):
             path = match[1].removeprefix("model.") if raw["model_type"] == "lfm2_moe" else match[1]
-            found.setdefault(f"{path}.{match[3]}", []).append((name, tensor))
+            found.setdefault(known(f"{path}.{match[3]}"), []).append((name, tensor))
+        elif match := ALTUP.fullmatch(name):
+            found.setdefault(f"{match[1]}.{match[3]}", []).append((name, tensor))
+        elif raw["model_type"] == "gemma4_text" and ".experts." in name:
+            path = name.replace(".experts.", ".mlp.experts.")
+            found[f"{path}.weight"] = [(f"{name}:whole:{i}", one) for i, one in enumerate(tensor)]
+        elif name.endswith("kv_b_proj.weight") and raw["model_type"] != "minicpm3":
+            path, heads = name.removesuffix("kv_b_proj.weight"), raw["num_attention_heads"]
+            both = tensor.view(heads, -1, tensor.shape[-1]).split((raw["qk_nope_head_dim"], raw["v_head_dim"]), 1)
+            for own, part in (("k", both[0].mT), ("v", both[1])):
+                found[f"{path}{own}_b_proj.weight"] = [(f"{name}:{own}:{i}", one) for i, one in enumerate(part)]
+        elif name.endswith("in_proj_qkvz.weight"):
+            q, k, v, z = qkvz(raw, tensor)
+            layer = name.removesuffix("linear_attn.in_proj_qkvz.weight")
+            found[f"{layer}self_attn.qkv_proj.weight"] = [(f"{name}:qkv:0", torch.cat((q, k, v)))]
+            found[f"{layer}linear_attn.in_proj_z.weight"] = [(f"{name}:z:0", z)]
         elif name.endswith("put_linear.weight"):
             layer, experts = name.rpartition(".")[0].rsplit(".", 2)[0], "shared_mlp" not in name
             shared = "mlp.shared_expert" if raw["num_local_experts"] else "mlp"
@@ -189,6 +173,14 @@ def gathered(tensors: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, list[
     return found
 
 
+def qkvz(raw: dict[str, Any], tensor: Tensor) -> list[Tensor]:
+    """The parts of a projection of Qwen3-Next's linear attention, whose rows are grouped by key head."""
+    heads, size = raw["linear_num_key_heads"], raw["linear_key_head_dim"]
+    values = raw["linear_num_value_heads"] // heads * raw["linear_value_head_dim"]
+    groups = tensor.view(heads, -1, tensor.shape[-1]).split((size, size, values, values), 1)
+    return [part.flatten(0, 1) for part in groups]
+
+
 def known(name: str) -> str:
     """The name by which the tables of `gguf` know a tensor, with a suffix."""
     for part, other in RENAMED.items():
@@ -204,6 +196,18 @@ def ungathered(held: dict[str, Tensor], raw: dict[str, Any]) -> dict[str, Tensor
         def part(own: str, name: str = name) -> Tensor:
             return torch.stack([tensor for key, tensor in held.items() if key.startswith(f"{name}:{own}:")])
 
+        if name.endswith("kv_b_proj.weight"):
+            found[name] = torch.cat((part("k").mT, part("v")), 1).flatten(0, 1)
+            continue
+        if name.endswith("in_proj_qkvz.weight"):
+            heads, size = raw["linear_num_key_heads"], raw["linear_key_head_dim"]
+            sizes = heads * size, heads * size, len(part("z")[0])
+            parts = [one.unflatten(0, (heads, -1)) for one in (*part("qkv")[0].split(sizes), part("z")[0])]
+            found[name] = torch.cat(parts, 1).flatten(0, 1)
+            continue
+        if any(key.startswith(f"{name}:whole:") for key in held):
+            found[name] = part("whole")
+            continue
         if name.endswith("put_linear.weight"):
             both = torch.cat((part("gate_proj"), part("up_proj")), -2) if "input" in name else part("down_proj")
             found[name] = both if "shared_mlp" not in name else both[0]
@@ -221,13 +225,14 @@ def arranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
     if heads := rotated_heads(name, raw):
         return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
     if name.endswith(("conv.conv.weight", "conv1d.weight")):
-        tensor = tensor.squeeze(1)
-    if name.endswith(("mamba.A_log", "mamba.D")):
-        return (-tensor.exp() if name.endswith("A_log") else tensor)[:, None]
-    if name.endswith("mamba.norm.weight"):
-        return tensor.view(raw["mamba_n_groups"], -1)
-    if ".linear_attn." in name:
-        tensor = -tensor.exp() if name.endswith("A_log") else tensor
+        tensor = tensor.squeeze(1) if raw["model_type"] != "kimi_linear" else tensor[None]
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if name.endswith(MAMBA):
+        return tensor[:, None]
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return tensor.view(raw.get("mamba_n_groups") or raw["n_groups"], -1)
+    if ".linear_attn." in name and raw["model_type"] != "qwen3_next":
         return value_heads(name, tensor, raw, tiled=True)
     return tensor + 1 if shifted(name, raw) else tensor
 
@@ -235,19 +240,27 @@ def arranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
 def rearranged(name: str, tensor: Tensor, raw: dict[str, Any]) -> Tensor:
     if heads := rotated_heads(name, raw):
         return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-    if name.endswith(("mamba.A_log", "mamba.D", "mamba.norm.weight")):
-        return (-tensor).log().flatten() if name.endswith("A_log") else tensor.flatten()
-    if ".linear_attn." in name:
+    if name.endswith("A_log"):
+        tensor = (-tensor).log()
+    if name.endswith((*MAMBA, "mamba.norm.weight", "mixer.norm.weight")):
+        return tensor.flatten()
+    if ".linear_attn." in name and raw["model_type"] != "qwen3_next":
         tensor = value_heads(name, tensor, raw, tiled=False)
-        tensor = (-tensor).log() if name.endswith("A_log") else tensor
     if name.endswith(("conv.conv.weight", "conv1d.weight")):
-        return tensor.unsqueeze(1)
+        return tensor.unsqueeze(1) if raw["model_type"] != "kimi_linear" else tensor[0]
     return tensor - 1 if shifted(name, raw) else tensor
 
 
 def shifted(name: str, raw: dict[str, Any]) -> bool:
     norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
-    return norm and raw["model_type"].startswith(("gemma", "qwen3_5"))
+    return norm and raw["model_type"] in (
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    )
 
 
 def value_heads(name: str, tensor: Tensor, raw: dict[str, Any], tiled: bool) -> Tensor:
@@ -265,26 +278,10 @@ def value_heads(name: str, tensor: Tensor, raw: dict[str, Any], tiled: bool) -> 
 
 
 def rotated_heads(name: str, raw: dict[str, Any]) -> int:
-    if ARCHITECTURES[raw["model_type"]] not in ("llama", "granite", "smollm3", "arcee", "granitehybrid"):
+    if ARCHITECTURES[raw["model_type"]] not in PAIRS:
         return 0
     counts = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
     return next((count for part, count in counts.items() if f".{part}." in name), 0)
-
-
-def rope_factors(raw: dict[str, Any]) -> dict[str, list[float]]:
-    """What convert_hf_to_gguf.py makes of Llama 3's rule."""
-    rope = raw["rope_parameters"]
-    if rope.get("rope_type") != "llama3":
-        return {}
-    dims = torch.arange(0, raw["head_dim"], 2) / raw["head_dim"]
-    wavelengths = 2 * torch.pi * rope["rope_theta"] ** dims
-    low, high = (rope["original_max_position_embeddings"] / rope[f"{end}_freq_factor"] for end in ("low", "high"))
-    smooth = (rope["original_max_position_embeddings"] / wavelengths - rope["low_freq_factor"]) / (
-        rope["high_freq_factor"] - rope["low_freq_factor"]
-    )
-    between = 1 / ((1 - smooth) / rope["factor"] + smooth)
-    factors = torch.where(wavelengths < high, 1.0, torch.where(wavelengths > low, rope["factor"], between))
-    return {"rope_freqs.weight": factors.tolist()}
 
 
 def encoded(data: NDArray[Any], type: str) -> tuple[NDArray[Any], Numbers]:

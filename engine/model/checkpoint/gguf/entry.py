@@ -15,28 +15,25 @@ TYPES = {
 PLAIN = ("F32", "F16", "BF16")
 
 
-class Tiles(msgspec.Struct, frozen=True):
-    """Value heads of linear attention, which llama.cpp stores with those of different key heads side by side, as its
-    products repeat the key heads. In the checkpoint, value heads of one key head are neighbours."""
+class Runs(msgspec.Struct, frozen=True):
+    """The order of rows, columns or blocks in the checkpoint: runs of neighbours in the file."""
 
-    key_heads: int
-    per_key_head: int
-    size: int
-    """Rows, columns or blocks of a value head."""
-    before: int = 0
-    """Rows in front of the first head, which are in the checkpoint's order."""
+    runs: tuple[tuple[int, int], ...]
+    """The first position and the length of each run."""
 
     @property
-    def end(self) -> int:
-        return self.before + self.key_heads * self.per_key_head * self.size
+    def length(self) -> int:
+        return sum(count for _, count in self.runs)
 
     def order(self) -> list[int]:
         """Return the position in the file of each row or column of the checkpoint."""
-        heads = (
-            self.before + (place * self.key_heads + key) * self.size
-            for key in range(self.key_heads) for place in range(self.per_key_head)
-        )  # fmt: skip
-        return [*range(self.before), *(first + i for first in heads for i in range(self.size))]
+        return [position for first, count in self.runs for position in range(first, first + count)]
+
+    def in_blocks(self, size: int) -> Runs | None:
+        """Return the order of blocks of `size` numbers; None if a run begins or ends inside a block."""
+        if any(number % size for run in self.runs for number in run):
+            return None
+        return Runs(tuple((first // size, count // size) for first, count in self.runs))
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +48,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     pairs_of_heads: int = 0
     """Number of heads whose rows alternate between the head's first half and its second, as llama.cpp rotates pairs of
     neighbours; 0 if rows are in the checkpoint's order."""
-    tiled_rows: Tiles | None = None
-    tiled_columns: Tiles | None = None
+    rows: Runs | None = None
+    """Order of the rows, if the checkpoint has another, or only some of them."""
+    columns: Runs | None = None
     negative_exp: bool = False
     """Whether llama.cpp stores -exp(x) for each x of the checkpoint."""
     added: float = 0.0
@@ -63,6 +61,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """Offset of a tensor of the same shape and type whose rows follow these."""
     transposed: bool = False
     """Whether the checkpoint has the last two dimensions exchanged."""
+    values: Entry | None = None
+    """For each head, the rows that project to its value [heads, size of a value, rank]. This tensor's are the columns
+    that project to its key [heads, rank, size of a key]; the checkpoint has the rows of both, head by head."""
+    numbers: tuple[float, ...] | None = None
+    """The numbers, if the file has them in its metadata."""
 
     @property
     def in_blocks(self) -> bool:
@@ -80,6 +83,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shape_in_checkpoint(self) -> tuple[int, ...]:
         shape = list(self.shape)
+        if self.values is not None:
+            return shape[0] * (shape[2] + self.values.shape[1]), shape[1]
+        if self.rows is not None:
+            shape[0] = self.rows.length
         if self.alternate is not None:
             shape[1] *= 2
         if self.joined is not None:

@@ -15,15 +15,16 @@ import msgspec
 from engine.errors import ModelFolderError
 from engine.model.checkpoint.cache import made_folder
 from engine.model.checkpoint.gguf import config, names, tokenizer
-from engine.model.checkpoint.gguf.config import GGUFError, Metadata
 from engine.model.checkpoint.gguf.entry import TYPES, Entry
 from engine.model.checkpoint.gguf.header import Header
+from engine.model.checkpoint.gguf.keys import GGUFError, Metadata
+from engine.model.checkpoint.gguf.source import Source
 from engine.model.checkpoint.gguf.tokenizer import UnsupportedTokenizer
 
 logger = logging.getLogger(__name__)
 
 INDEX = "gguf_tensors.json"
-VERSION = 2  # version of the folders made here
+VERSION = 3  # version of the folders made here
 PART = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "penalty_repeat"}  # fmt: skip
@@ -59,8 +60,9 @@ def _fill(folder: Path, files: list[Path]) -> None:
     if checked:
         limit = f"must be one of {', '.join(TYPES)}"
         raise GGUFError(f"its tensors of type {', '.join(sorted(checked))} are not supported: {limit}")
-    found = names.entries(metadata, tensors)
-    fields = config.config(metadata, tensors, _rope_factors(files, tensors))
+    source = Source(metadata, tensors, _rope_factors(files, tensors))
+    found = names.entries(source)
+    fields = config.config(source)
     backend = tokenizer.read_tokenizer(metadata)
     if types := names.types(found):
         fields["quantization_config"] = {"quant_method": "gguf", "types": types}

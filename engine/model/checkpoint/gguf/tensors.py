@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from engine.model.checkpoint.gguf.entry import TYPES, Entry, Tiles
+from engine.model.checkpoint.gguf.entry import TYPES, Entry, Runs
 from engine.model.quantization.ggml import unpack
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,13 +45,37 @@ class GGUFTensors:
     def get_tensor(self, name: str) -> Tensor:
         return self.get_slice(name)[()]
 
-    def get_slice(self, name: str) -> GGUFSlice:
+    def get_slice(self, name: str) -> GGUFSlice | MadeTensor:
         entry = self._entries[name]
+        if entry.numbers is not None:
+            return MadeTensor(entry, lambda: torch.tensor(entry.numbers).view(entry.shape))
+        if (values := entry.values) is not None:
+            both = [self._stored(replace(entry, values=None)), self._stored(values)]
+            return MadeTensor(entry, lambda: torch.cat((both[0][()].mT, both[1][()]), dim=1).flatten(0, 1))
+        return self._stored(entry)
+
+    def _stored(self, entry: Entry) -> GGUFSlice:
         if entry.file not in self._mapped:
             # copy-on-write, since torch warns of read-only memory; it is never written
             mapped = np.memmap(self._folder / entry.file, np.uint8, "c")
             self._mapped[entry.file] = torch.from_numpy(mapped)
         return GGUFSlice(self._mapped[entry.file], entry)
+
+
+class MadeTensor:
+    """A tensor that is made of others, in float32. It is made whole whenever a part of it is read."""
+
+    def __init__(self, entry: Entry, make: Callable[[], Tensor]):
+        self._entry, self._make = entry, make
+
+    def get_shape(self) -> list[int]:
+        return list(self._entry.shape_in_checkpoint)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._make().float()[index]
 
 
 class GGUFSlice:
@@ -66,10 +91,10 @@ class GGUFSlice:
         return self._entry.type
 
     @property
-    def tiled_blocks(self) -> Tiles | None:
-        """The tiles of the columns, counted in blocks."""
-        tiles = self._entry.tiled_columns
-        return tiles and replace(tiles, size=tiles.size // TYPES[self._entry.type][0])
+    def columns_of_blocks(self) -> Runs | None:
+        """The order of the columns, counted in blocks."""
+        columns = self._entry.columns
+        return None if columns is None else columns.in_blocks(TYPES[self._entry.type][0])
 
     @property
     def blocks(self) -> GGUFBlocks:
@@ -81,8 +106,8 @@ class GGUFSlice:
         if entry.alternate is None and not entry.transposed:
             index = index if isinstance(index, tuple) else (index,)
             numbers = self._decode(self.rows(*index[:1]))
-            if (tiles := entry.tiled_columns) is not None:
-                numbers = numbers[:, tiles.order()]
+            if entry.columns is not None:
+                numbers = numbers[:, entry.columns.order()]
             return numbers[(slice(None), *index[1:])]
         whole = self._decode(self._stored(entry.offset))
         if entry.alternate is not None:
@@ -94,8 +119,8 @@ class GGUFSlice:
         rows = self._stored(self._entry.offset)
         if self._entry.joined is not None:
             rows = torch.cat((rows, self._stored(self._entry.joined)), dim=-2)
-        if (tiles := self._entry.tiled_rows) is not None:
-            return rows[tiles.order()[index]]
+        if self._entry.rows is not None:
+            return rows[self._entry.rows.order()[index]]
         if not self._entry.pairs_of_heads:
             return rows[index]
         pairs = torch.arange(len(rows)).view(self._entry.pairs_of_heads, -1, 2)
@@ -134,6 +159,6 @@ class GGUFBlocks:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         blocks = self._tensor.rows(index[0]).unflatten(-1, (-1, self._bytes))
-        if (tiles := self._tensor.tiled_blocks) is not None:
-            blocks = blocks[:, tiles.order()]
+        if (columns := self._tensor.columns_of_blocks) is not None:
+            blocks = blocks[:, columns.order()]
         return blocks[(slice(None), *index[1:])]

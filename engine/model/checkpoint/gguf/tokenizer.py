@@ -4,7 +4,7 @@ vocabulary, or an unknown way to split texts, is refused, and the error names it
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,14 @@ DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+KIMI = "[\\p{Han}]+|" + CASED.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(
+    "APOSTROPHE", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+).replace("DIGITS", "{1,3}").replace(r"[\r\n/]*", r"[\r\n]*")
 TEKKEN = CASED.replace("APOSTROPHE", "").replace("DIGITS", "")
 # by `tokenizer.ggml.pre`
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "falcon-h1"),
         Split((LLAMA3,), ignore_merges=True, add_bos=True),
     ),
     **dict.fromkeys(("chatglm-bpe", "glm4", "dbrx", "smaug-bpe"), Split((LLAMA3,))),
@@ -88,7 +91,8 @@ SPLITS: dict[str, Split] = {
     **dict.fromkeys(("gpt-4o", "llama4"), Split((GPT4O,))),
     "qwen35": Split((QWEN35,)),
     "seed-coder": Split((SEED,)),
-    "hunyuan-dense": Split(DEEPSEEK3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Split(DEEPSEEK3)),
+    "kimi-k2": Split((KIMI,)),
     "tekken": Split((TEKKEN,), ignore_merges=True, add_bos=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), Split(digits=True)),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), Split()),
@@ -101,10 +105,12 @@ def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
     if "tokenizer.ggml.tokens" not in metadata:
         raise UnsupportedTokenizer("it has no tokenizer.ggml.tokens")
     _check(metadata)
-    if kind not in ("gpt2", "llama"):
-        raise UnsupportedTokenizer(f"tokenizer.ggml.model = {kind!r} is not supported: must be gpt2 or llama")
+    if kind not in KINDS:
+        raise UnsupportedTokenizer(
+            f"tokenizer.ggml.model = {kind!r} is not supported: must be one of {', '.join(KINDS)}"
+        )
     try:
-        tokenizer, add_bos = _byte_level(metadata) if kind == "gpt2" else (_sentencepiece(metadata), True)
+        tokenizer, add_bos = KINDS[kind](metadata)
         _add_tokens(tokenizer, metadata)
         _frame(tokenizer, metadata, add_bos)
     except (UnsupportedTokenizer, KeyboardInterrupt, SystemExit):
@@ -174,7 +180,7 @@ def _byte_level(metadata: Metadata) -> tuple[tokenizers.Tokenizer, bool]:
     return tokenizer, split.add_bos
 
 
-def _sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
+def _sentencepiece(metadata: Metadata) -> tuple[tokenizers.Tokenizer, bool]:
     """Build a BPE with byte fallback. sentencepiece stores no merges: it joins the pair with the best token."""
     architecture = metadata.get("general.architecture", "")
     vocab = {token: i for i, token in _tokens(metadata)}
@@ -192,19 +198,39 @@ def _sentencepiece(metadata: Metadata) -> tokenizers.Tokenizer:
         if token[:cut] in vocab and token[cut:] in vocab
     ]
     merges.sort(key=lambda merge: merge[:4], reverse=True)
+    return _of_texts(metadata, vocab, [merge[4:] for merge in merges], True), True
+
+
+def _gemma4(metadata: Metadata) -> tuple[tokenizers.Tokenizer, bool]:
+    """Build a BPE with byte fallback from stored merges."""
+    vocab = {token: i for i, token in _tokens(metadata)}
+    pairs = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", ())]
+    return _of_texts(metadata, vocab, [(left, right) for left, right in pairs], False), True
+
+
+def _of_texts(
+    metadata: Metadata, vocab: dict[str, int], merges: list[tuple[str, str]], add_prefix: bool
+) -> tokenizers.Tokenizer:
+    """Build a BPE of whole texts, whose spaces become `▁`. add_prefix: whether a text gets one in front where the file
+    does not say."""
     unknown = special_tokens(metadata).get("unk_token", "<unk>")
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
-            vocab, [merge[4:] for merge in merges], unk_token=unknown if unknown in vocab else None, fuse_unk=True,
-            byte_fallback=True,
+            vocab, merges, unk_token=unknown if unknown in vocab else None, fuse_unk=True, byte_fallback=True,
         )
     )  # fmt: skip
-    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", add_prefix))
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
     return tokenizer
+
+
+KINDS: dict[Any, Callable[[Metadata], tuple[tokenizers.Tokenizer, bool]]] = {
+    "gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4,
+}  # fmt: skip
+"""Builders by `tokenizer.ggml.model`, with whether texts begin with a special token if the file does not say."""
 
 
 def _tokens(metadata: Metadata) -> list[tuple[int, str]]:

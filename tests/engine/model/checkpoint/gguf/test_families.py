@@ -30,7 +30,8 @@ IN_GGUF = [
 COMPUTED_BY_TRANSFORMERS = [
     "Glm4ForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Exaone4ForCausalLM", "Ernie4_5ForCausalLM", "SeedOssForCausalLM", "HunYuanDenseV1ForCausalLM",
-    "GemmaForCausalLM", "ArceeForCausalLM", "Cohere2ForCausalLM", "Starcoder2ForCausalLM",
+    "GemmaForCausalLM", "ArceeForCausalLM", "Cohere2ForCausalLM", "Starcoder2ForCausalLM", "ApertusForCausalLM",
+    "Ministral3ForCausalLM",
 ]  # fmt: skip
 # two layers and few experts: each is as wide as a block of the file, and unpacked once for each comparison
 SMALL = {"num_hidden_layers": 2}
@@ -40,6 +41,14 @@ FOUR_LAYERS = {
     "num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"], "linear_value_head_dim": 64,
 }  # fmt: skip
 HYBRID = {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 64, "shared_intermediate_size": 256}
+GEMMA = {"num_hidden_layers": 6, "global_head_dim": 32, "vocab_size_per_layer_input": 97}
+MLA = {
+    "num_attention_heads": 4, "q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32, "v_head_dim": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+    "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 # of a file nothing tells a model with a sliding window from Llama, nor one with heads of another scale
 OTHERS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -58,6 +67,56 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {**FOUR_LAYERS, "num_experts": 3},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts": 3},
+    "qwen3_next": {**FOUR_LAYERS, "num_experts": 3, "mlp_only_layers": []},
+    "gemma3n": GEMMA,
+    "gemma4": GEMMA,
+    "gemma4_moe": {**GEMMA, "num_experts": 3},
+    # factors are in the file's weights
+    "falcon_h1": {
+        "mamba_d_head": 64,
+        "mamba_d_ssm": 256,
+        **dict.fromkeys(
+            (
+                "lm_head_multiplier",
+                "embedding_multiplier",
+                "key_multiplier",
+                "attention_in_multiplier",
+                "attention_out_multiplier",
+                "ssm_in_multiplier",
+                "ssm_out_multiplier",
+            ),
+            1.0,
+        ),
+        "ssm_multipliers": [1.0] * 5,
+        "mlp_multipliers": [1.0, 1.0],
+    },
+    "nemotron_h": {
+        "n_routed_experts": 3,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 64,
+        "moe_latent_size": 256,
+        "moe_shared_expert_intermediate_size": 256,
+        "num_experts_per_tok": 2,
+    },
+    "kimi_linear": {
+        **MLA,
+        "q_lora_rank": None,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_experts": 3,
+        "num_experts_per_token": 2,
+    },
+    "deepseek_v2": {
+        **MLA,
+        "q_lora_rank": None,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v3": {**MLA, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+    "minicpm3": {**MLA, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
+    "Ministral3ForCausalLM": {"rope_parameters": YARN, "sliding_window": None},
     "GraniteForCausalLM": {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,
@@ -128,7 +187,17 @@ def test_weights_stay_in_blocks_and_mean_the_same_in_bfloat16(tmp_path, type):
 @pytest.mark.parametrize(
     ("layout", "type"),
     each_once(
-        [("llama", False), ("qwen3_moe", False), ("qwen3_moe", True), ("qwen3_5", False), ("granite4_moe", True)],
+        [
+            ("llama", False),
+            ("qwen3_moe", False),
+            ("qwen3_moe", True),
+            ("qwen3_5", False),
+            ("granite4_moe", True),
+            ("deepseek_v3", True),
+            ("qwen3_next", False),
+            ("gemma4_moe", False),
+            ("kimi_linear", True),
+        ],
         ["Q4_1", "Q8_0", "Q6_K"],
     ),
 )

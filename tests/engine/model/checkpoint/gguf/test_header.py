@@ -12,8 +12,8 @@ import pytest
 
 from engine.errors import ModelFolderError
 from engine.model.checkpoint import cache
-from engine.model.checkpoint.gguf.config import GGUFError
 from engine.model.checkpoint.gguf.header import Header
+from engine.model.checkpoint.gguf.keys import GGUFError
 from engine.model.checkpoint.resolve import resolve
 from engine.model.config import ModelConfig
 from tests.gguf_files import write_gguf

@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from engine.model.checkpoint.gguf.tokenizer import (
@@ -111,6 +111,36 @@ def test_texts_are_split_as_transformers_splits_them(name):
     assert SPLITS[name].patterns == (GGUF_PRE_TOKENIZER_SPLITS[name],)
 
 
+@given(text=texts)
+@example(text="the quick  dog\n\nit's 12  日本")
+def test_a_vocabulary_of_gemma_4_gives_the_tokens_of_the_merges_that_it_holds(text):
+    ids = GEMMA4.encode(text).ids
+    assert REBUILT_GEMMA4.encode(text).ids == ids
+    assert REBUILT_GEMMA4.decode(ids) == GEMMA4.decode(ids)
+
+
+def gemma4() -> tuple[Tokenizer, dict[str, Any]]:
+    """A tokenizer as Gemma's, which has a token for each byte, and its metadata."""
+    backend = Tokenizer(models.BPE(byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=tokens, show_progress=False))
+    state = json.loads(backend.to_str())
+    tokens = sorted(backend.get_vocab(), key=backend.get_vocab().__getitem__)
+    state["added_tokens"] = []
+    return Tokenizer.from_str(json.dumps(state)), {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [BYTE] * 256 + [NORMAL] * (len(tokens) - 256),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in state["model"]["merges"]],
+    }
+
+
+GEMMA4, METADATA_GEMMA4 = gemma4()
+REBUILT_GEMMA4 = read_tokenizer(METADATA_GEMMA4)
+
+
 def test_a_token_in_front_is_added_if_the_file_asks_or_its_kind_of_vocabulary_wants_it():
     for pre, asked, expected in (
         ("gpt-2", True, 1),
@@ -142,7 +172,10 @@ def test_messages_of_gpt_oss_do_not_end_a_turn():
     ("change", "named"),
     [
         ({"tokenizer.ggml.pre": "hunyuan"}, "tokenizer.ggml.pre = 'hunyuan' is not supported: must be one of"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model = 'bert' is not supported: must be gpt2 or llama"),
+        (
+            {"tokenizer.ggml.model": "bert"},
+            "tokenizer.ggml.model = 'bert' is not supported: must be one of gpt2, llama, gemma4",
+        ),
         ({"tokenizer.ggml.model": "llama"}, "it has no tokenizer.ggml.scores"),
     ],
 )
