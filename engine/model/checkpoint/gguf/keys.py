@@ -36,8 +36,9 @@ class Keys:
     def get(self, name: str, default: Any = None) -> Any:
         value = self.metadata.get(f"{self.prefix}.{name}", default)
         if isinstance(value, list):  # one for each layer, 0 if the layer has no such part
-            values = set(value) - {0} if len(value) > 1 else set(value)
-            if len(values) != 1:
+            scalars = [one for one in value if not isinstance(one, list)]
+            values = set(scalars) - {0} if len(value) > 1 else set(scalars)
+            if len(values) != 1 or len(scalars) != len(value):
                 shown = str(value[:50])[:100]
                 raise GGUFError(f"{self.prefix}.{name} = {shown} is not supported: must be the same for all layers")
             return values.pop()
