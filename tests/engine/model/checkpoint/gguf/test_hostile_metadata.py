@@ -36,7 +36,7 @@ def test_any_value_of_any_key_is_read_or_refused_in_one_line(tmp_path, family):
     write_gguf(make_model(tmp_path / "model", family, **FAMILIES[family]), tmp_path / "model.gguf", "F16")
     header = Header(tmp_path / "model.gguf")
     factors = {"rope_freqs.weight": [1.0] * 4 + [1e30] * 12} if family.startswith("gemma4") else {}
-    refused = 0
+    refusals: list[str] = []
     for key in [name for name in header.metadata if not name.startswith(("tokenizer.", "general."))]:
         for bad in BAD:
             source = Source(header.metadata | {key: bad}, header.tensors, factors)
@@ -44,6 +44,5 @@ def test_any_value_of_any_key_is_read_or_refused_in_one_line(tmp_path, family):
                 entries(source)
                 config(source)
             except GGUFError as error:
-                refused += 1
-                assert "\n" not in str(error) and len(str(error)) < 500, (key, bad)
-    assert refused
+                refusals.append(str(error))
+    assert refusals and all("\n" not in text and len(text) < 500 for text in refusals)
