@@ -85,17 +85,18 @@ def relu2_rows(cast: Any, args: Any) -> None:
 @device_function
 def product_rows(cast: Any, args: Any) -> None:
     """Multiply x by y, or by the sigmoid of y. args: x, y, out, tokens, heads, size, stride from token to token of x,
-    strides from token to token and from head to head of y, 1 if sigmoids are taken."""
+    strides from token to token, from head to head and from value to value of y, 1 if sigmoids are taken."""
     x, y, out = cast(args[1]), cast(args[2]), cast(args[3])
     tokens, heads, size, x_stride, y_stride, y_head = args[4], args[5], args[6], args[7], args[8], args[9]
+    y_value = args[10]
     one = np.float32(1.0)
     for token in work(args, tokens, TOKENS):
         for head in range(heads):
             a, b = token * x_stride + head * size, token * y_stride + head * y_head
             target = (token * heads + head) * size
             for i in range(size):
-                factor = load(y, b + i)
-                if args[10]:
+                factor = load(y, b + i * y_value)
+                if args[11]:
                     factor = one / (one + exp(-factor))
                 store(out, target + i, load(x, a + i) * factor)
 
@@ -179,11 +180,11 @@ def open_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 def product(x: Tensor, y: Tensor, by_sigmoid: int) -> Tensor:
     """Multiply x by y, or by the sigmoid of y. x: [tokens, n], each token's values contiguous; y: [tokens, heads, n /
-    heads], each head's values contiguous."""
+    heads], with any strides."""
     tokens, heads, size = y.shape
     out = empty(x.shape, x.dtype)
     PRODUCT.launch(
         x.dtype, -(-tokens // TOKENS), x, y, out, TokenCount(tokens), heads, size, x.stride(0), y.stride(0),
-        y.stride(1), by_sigmoid,
+        y.stride(1), y.stride(2), by_sigmoid,
     )  # fmt: skip
     return out

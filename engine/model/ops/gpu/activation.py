@@ -67,15 +67,17 @@ def relu2_kernel(x, out, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = Fa
 
 @triton.jit
 def open_gate_kernel(
-    x, gate, out, size, stride, head_stride, head_dim, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
+    x, gate, out, size, stride, head_stride, value_stride, head_dim, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False
 ):  # fmt: skip
-    """Compute x * sigmoid(gate). Grid (tokens, size / BLOCK). stride, head_stride: of the gates' tokens and heads."""
+    """Compute x * sigmoid(gate). Grid (tokens, size / BLOCK). stride, head_stride, value_stride: of the gates' tokens,
+    heads and values."""
     dependent_launch.begin(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     value = tl.load(x + token * size + i, mask=inside, other=0.0)
-    place = token * stride + i // head_dim * head_stride + i % head_dim
+    place = token * stride + i // head_dim * head_stride + i % head_dim * value_stride
     opened = tl.sigmoid(tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
     tl.store(out + token * size + i, (value.to(tl.float32) * opened.to(tl.float32)).to(value.dtype), mask=inside)
 
@@ -105,11 +107,11 @@ def launch(kernel: Any, x: Tensor, size: int, **constants: float) -> Tensor:
 
 
 def open_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """Return x [tokens, heads * head_dim], contiguous, times the sigmoid of gate [tokens, heads, head_dim], each head's
-    values contiguous."""
+    """Return x [tokens, heads * head_dim], contiguous, times the sigmoid of gate [tokens, heads, head_dim], with any
+    strides."""
     out, size = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[1]
     open_gate_kernel[x.shape[0], triton.cdiv(size, BLOCK)](
-        x, gate, out, size, *gate.stride()[:2], gate.shape[2], BLOCK=BLOCK, **dependent_launch.options(x.device)
+        x, gate, out, size, *gate.stride(), gate.shape[2], BLOCK=BLOCK, **dependent_launch.options(x.device)
     )  # fmt: skip
     return out
 

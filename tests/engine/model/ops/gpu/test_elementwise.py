@@ -66,6 +66,8 @@ def test_gated_activations_equal_plain(dtype, name, tokens, size, scale):
 def test_a_gate_beside_its_query_opens_the_output_of_attention_as_in_plain_torch(dtype):
     x, gate = randn(3, 4 * 300, dtype=dtype), randn(3, 4, 2, 300, dtype=dtype)[:, :, 1]
     assert_close(gpu_activation.open_gate(x, gate), gates.open_gate(x, gate))
+    of_head = gate[..., :1].expand(-1, -1, 300)
+    assert_close(gpu_activation.open_gate(x, of_head), gates.open_gate(x, of_head))
 
 
 WRITES = {

@@ -55,11 +55,11 @@ def test_a_gated_norm_equals_plain(dtype, by_sigmoid):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_products_equal_plain(dtype):
     x, y = randn(TOKENS, 2 * WIDTH, dtype=dtype).chunk(2, dim=1)
-    gate = randn(TOKENS, HEADS, 2, SIZE, dtype=dtype, seed=1)[:, :, 1]
+    beside = randn(TOKENS, HEADS, 2, SIZE, dtype=dtype, seed=1)[:, :, 1]
     assert_close(gates_ops.select_multiply(dtype, CPU)(x, y), x * y, dtype)
-    assert_close(
-        gates_ops.select_open_gate(dtype, CPU)(x, gate), x * gate.float().sigmoid().flatten(1).to(dtype), dtype
-    )
+    for gate in (beside, beside[..., :1].expand(-1, -1, SIZE)):  # of each value, and one for a head
+        expected = x * gate.float().sigmoid().flatten(1).to(dtype)
+        assert_close(gates_ops.select_open_gate(dtype, CPU)(x, gate), expected, dtype)
     relu2 = activations.select("relu2", dtype, CPU)(y.contiguous())
     assert_close(relu2, activations.relu2(y.float()).to(dtype), dtype)
 
