@@ -108,6 +108,7 @@ def own_keys(raw: dict[str, Any], arch: str, rope: dict[str, Any]) -> dict[str, 
             return mla_keys(raw) | {
                 "attention.head_count_kv": 1, "rope.scaling.yarn_log_multiplier": scale and 0.1 * scale,
                 "expert_gating_func": 1 if raw["model_type"] == "deepseek_v2" else 2,
+                "leading_dense_block_count": raw.get("first_k_dense_replace") or raw["mlp_layer_types"].count("dense"),
             }  # fmt: skip
         case "minicpm3":
             size = raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]

@@ -194,6 +194,16 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
         },
     ),
+    "lfm3": (
+        "Lfm3",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            "sliding_window": 8,
+            "hidden_size": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 GEMMA_WINDOWS: dict[str, Any] = {
     "tie_word_embeddings": True,
@@ -330,6 +340,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": DEEPSEEK_ROPE,
         },
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **LATENT,
+            "n_routed_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "routed_scaling_factor": 1.8,
+        },
+    ),
     "deepseek_v32": ("DeepseekV32", {**SPARSE, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE}),
     "glm_moe_dsa": ("GlmMoeDsa", {**SPARSE, "indexer_types": ["full", "shared", "full"]}),
     "minicpm3": ("MiniCPM3", {**LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 24}),
@@ -357,6 +378,7 @@ SLOW_ENGINES = (
     "glm4_moe",
     "gpt_oss",
     "deepseek_v2",
+    "glm4_moe_lite",
     "glm_moe_dsa",
     "minicpm3",
 )

@@ -128,7 +128,20 @@ def lfm2_names(raw: Fields) -> Fields:
         size = -(-size // raw["block_multiple_of"]) * raw["block_multiple_of"]
     tied = raw.get("tie_embedding", raw["tie_word_embeddings"])
     raw = raw | {"intermediate_size": size, "tie_word_embeddings": tied, "rms_norm_eps": raw["norm_eps"]}
+    if raw.get("sliding_window"):  # LFM3
+        for key in ("use_sandwich_norm", "use_attention_gate"):
+            one_of(key, raw.get(key, True), (True,))
+        types = raw.get("layer_types") or lfm3_types(raw["num_hidden_layers"])
+        raw = raw | {
+            "layers_block_type": ["conv" if kind == "conv" else "full_attention" for kind in types],
+            "layer_types": ["full_attention" if kind == "conv" else kind for kind in types],  # which have a window
+        }
     return raw | {"first_k_dense_replace": raw.get("num_dense_layers", 0)}
+
+
+def lfm3_types(num_layers: int) -> list[str]:
+    kinds = ("sliding_attention", "conv", "full_attention", "conv")
+    return [kinds[i % 4] if i else "conv" for i in range(num_layers)]
 
 
 def kimi_names(raw: Fields) -> Fields:

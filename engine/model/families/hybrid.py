@@ -118,4 +118,17 @@ FAMILIES: dict[str, Family] = {
         LFM2 | {"block_auto_adjust_ff_dim": False, "scoring": "sigmoid", "norm_topk_prob": True, "num_dense_layers": 2},
         activations=SILU,
     ),
+    # LFM3: the same with windows, gated heads and more norms
+    "Lfm3ForCausalLM": WideFamily(
+        "hybrid.lfm3.Lfm3ForCausalLM",
+        ("layer_types", "sliding_window", "attention_bias"),
+        LFM2 | {
+            "block_auto_adjust_ff_dim": False, "conv_L_cache": 7, "sliding_window": 256, "head_dim": 128,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            },
+        },
+        activations=SILU,
+    ),
 }  # fmt: skip

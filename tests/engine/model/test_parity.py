@@ -96,6 +96,7 @@ SLOW = (
     "glm4_moe",
     "gpt_oss",
     "deepseek_v2",
+    "glm4_moe_lite",
     "glm_moe_dsa",
     "minicpm3",
 )

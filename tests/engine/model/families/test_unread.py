@@ -37,6 +37,7 @@ MEANINGLESS: dict[str, set[str]] = {
     "granite4_moe": {"mamba_expand"},
     "falcon_h1": {"mamba_expand", "mamba_d_ssm"},
     "lfm2": {"intermediate_size", "block_ffn_dim_multiplier"},  # block_ff_dim, block_auto_adjust_ff_dim
+    "glm4_moe_lite": {"head_dim"},
     "deepseek_v32": {"head_dim", "first_k_dense_replace"},  # mlp_layer_types
     "glm_moe_dsa": {"head_dim", "first_k_dense_replace"},
 }

@@ -117,6 +117,13 @@ HYBRIDS |= {
         "shared_intermediate_size": 64,
         "residual_multiplier": 0.7,
     },
+    "Lfm3": HYBRIDS["Lfm2"]
+    | {
+        "model_type": "lfm3",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "sliding_window": 8,
+    },
     "Lfm2Moe": HYBRIDS["Lfm2"] | EXPERTS | {"model_type": "lfm2_moe", "num_dense_layers": 1},
     "KimiLinear": LATENT
     | {

@@ -115,6 +115,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "deepseek_v3": {**MLA, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+    "glm4_moe_lite": {**MLA, "n_routed_experts": 4, "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "minicpm3": {**MLA, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
     "Ministral3ForCausalLM": {"rope_parameters": YARN, "sliding_window": None},
     "GraniteForCausalLM": {
