@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors.torch import load_file, save_file
 
-from tests.models import COMMON, EOS, randomise
+from tests.models import COMMON, EOS, LATENT, randomise
 
 # Fields of experts and windows; a configuration class takes those that it knows.
 MORE: dict[str, Any] = {
@@ -76,6 +77,13 @@ TEXT_PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
                            "num_attention_heads": 2, "image_size": [28, 28], "patch_size": [14, 14]}},
     ),
+    "Kimi_K25ForConditionalGeneration": (
+        "DeepseekV3Config",
+        {**LATENT, "head_dim": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+        {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                           "num_attention_heads": 2, "patch_size": 14, "pos_emb_height": 4, "pos_emb_width": 4,
+                           "pos_emb_time": 1}, "projection_hidden_size": 16, "tie_word_embeddings": False},
+    ),
     "Llama4ForConditionalGeneration": (
         "Llama4TextConfig",
         {**LLAMA4, "num_local_experts": 6},
@@ -141,7 +149,16 @@ def make_transformers_model(folder: Path, architecture: str, **overrides: Any) -
     randomise(model, tied=bool(config.tie_word_embeddings), seed=0)
     model.generation_config = transformers.GenerationConfig(eos_token_id=EOS, pad_token_id=0)
     model.save_pretrained(folder)
+    if architecture.startswith("Kimi_K25"):
+        as_published(folder / "model.safetensors")
     return folder
+
+
+def as_published(file: Path) -> None:
+    """Rename the layers of Kimi K2.5's text part, which transformers 5.23 reads as `layers` and writes as `blocks`."""
+    tensors = {name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+               for name, tensor in load_file(file).items()}  # fmt: skip
+    save_file(tensors, file, {"format": "pt"})
 
 
 def transformers_config(architecture: str, **overrides: Any) -> Any:

@@ -25,7 +25,7 @@ BARE = (
 # Prefixes of a multimodal model's other parts, which a text model does not read.
 OTHERS = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "audio_tower.", "embed_vision.",
-    "embed_audio.", "connector.", "image_newline",
+    "embed_audio.", "connector.", "image_newline", "mm_projector.",
 )  # fmt: skip
 # Prefixes of what a checkpoint holds besides the base model.
 HEADS = ("lm_head.", "score.", "classifier.", "head.", "vision.")

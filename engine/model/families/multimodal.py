@@ -21,6 +21,11 @@ TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
     "InternVLForConditionalGeneration": (
         {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}, TIED
     ),
+    # Kimi K2.5 and K2.6, as their authors and as transformers name them
+    **dict.fromkeys(
+        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+        ({"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}, TIED),
+    ),
     "LlavaNextForConditionalGeneration": (
         {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}, UNTIED
     ),
