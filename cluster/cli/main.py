@@ -180,6 +180,10 @@ def pull(
 def models(
     as_json: JsonOption = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/models.md.")] = False,
+    named: Annotated[
+        bool,
+        typer.Option("--well-known", help="Print the table of docs/well_known_models.md."),
+    ] = False,
 ) -> None:
     """List the architectures that tests cover, which code computes each, and which outputs tests compare with
     transformers.
@@ -188,12 +192,14 @@ def models(
 
     Example: manta models
     """
-    from cluster.cli.models import architectures, markdown
+    from cluster.cli.models import architectures, markdown, well_known_markdown
     from cluster.terminal.tables import make_table, show
 
     found = list(architectures())
     if as_json:
         print(json.dumps([asdict(architecture) for architecture in found]))
+    elif named:
+        print(well_known_markdown())
     elif as_markdown:
         print(markdown())
     else:

@@ -7,18 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from cluster.cli.model_support import compared, support, support_by_name, well_known
 from engine.model.checkpoint.resolve import resolve_config
 from engine.model.config import ModelConfig
 from engine.model.families.encoders import ENCODERS
 from engine.model.families.family import families
 from engine.model.families.multimodal import TEXT_PARTS
-from engine.model.families.transformers_family import ONE_RANK, TRANSFORMERS
-
-ONE_RANK_TESTS = "logits, greedy tokens, chunks, batches, cached prefixes"
-TWO_RANKS_TESTS = f"{ONE_RANK_TESTS}; 2 ranks"
-NATIVE_TESTS = f"{ONE_RANK_TESTS}; preemption, 2 and 4 ranks, graphs, quantized weights"
-LATENT_TESTS = f"{ONE_RANK_TESTS}; preemption, 2 and 4 ranks, quantized weights"
-HYBRID_TESTS = f"{ONE_RANK_TESTS}, preemption; 2 ranks"
+from engine.model.families.transformers_family import TRANSFORMERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +30,17 @@ class Architecture:
 
 def architectures() -> Iterator[Architecture]:
     """Yield every architecture that tests cover, native ones first."""
-    for name, family in families().items():
-        tests = LATENT_TESTS if family.model.startswith("deepseek.") else NATIVE_TESTS
-        yield Architecture(name, "", "native", HYBRID_TESTS if "recurrent" in family.defaults else tests)
+    of = compared().of
+    for name in families():
+        yield Architecture(name, "", "native", of(name))
     for name, (texts, _) in TEXT_PARTS.items():
-        yield Architecture(name, f"text part, as {', '.join(texts.values())}", "native", TWO_RANKS_TESTS)
+        parts = sorted(set(texts.values()))
+        tested = of(name) or "what is compared of its text part's architecture"
+        yield Architecture(name, f"text part, as {', '.join(parts)}", "native", tested)
     for name in ENCODERS:
-        yield Architecture(name, "", "native", "embeddings and scores")
+        yield Architecture(name, "", "native", of(name))
     for name, models in sorted(TRANSFORMERS.items()):
-        tested = ONE_RANK_TESTS if name in ONE_RANK else TWO_RANKS_TESTS
-        yield Architecture(name, models, "transformers", tested)
+        yield Architecture(name, models, "transformers", of(name))
 
 
 def markdown() -> str:
@@ -53,7 +49,14 @@ def markdown() -> str:
     for a in architectures():
         groups[a.path, a.tested].append(f"`{a.name}` ({a.models})" if a.models else f"`{a.name}`")
     rows = [f"| {', '.join(names)} | {path} | {tested} |" for (path, tested), names in groups.items()]
-    return "\n".join(["| architectures | code | compared with transformers |", "| --- | --- | --- |", *rows])
+    header = f"| architectures | code | compared with transformers {compared().transformers} |"
+    return "\n".join([header, "| --- | --- | --- |", *rows])
+
+
+def well_known_markdown() -> str:
+    """Return the table of docs/well_known_models.md."""
+    rows = [f"| {name} | {support_by_name(*architectures)} |" for name, *architectures in well_known().models]
+    return "\n".join(["| model | what runs it |", "| --- | --- |", *rows])
 
 
 def check_model(model: str, tensor_parallel_size: int) -> str:
@@ -64,11 +67,10 @@ def check_model(model: str, tensor_parallel_size: int) -> str:
     config = ModelConfig.from_folder(resolve_config(model))
     config.kv_heads_per_rank(tensor_parallel_size)
     if not config.transformers:
-        return f"{model} runs on Manta's native code for {config.architecture}"
+        return f"{model} {support(config.architecture, native=True)}"
     from engine.distributed.tp_group import TPGroup
     from engine.model.shard import ShardPlan
     from engine.model.transformers_backend.model import find_calls  # torch and transformers take seconds
 
     find_calls(config, ShardPlan(TPGroup(0, tensor_parallel_size)))
-    tested = "" if config.architecture in TRANSFORMERS else "; no test covers this architecture"
-    return f"{model} runs on transformers' own code for {config.architecture} over Manta's attention{tested}"
+    return f"{model} {support(config.architecture, native=False)}"

@@ -11,6 +11,7 @@ from engine.model.checkpoint.fields import Fields, Unsupported
 from engine.model.families.encoders import ENCODERS
 from engine.model.families.family import HEADS, Family, Head, families
 from engine.model.families.multimodal import MULTIMODAL
+from engine.model.families.refused import REFUSED
 from engine.model.families.transformers_family import TRANSFORMERS_FAMILY, TransformersFamily
 
 IMAGE_ENCODER = TransformersFamily("images.image_encoder.ImageEncoder")
@@ -35,6 +36,8 @@ def family_of(architecture: str) -> Family:
     encoder, a multimodal model, or one that only transformers' own code can compute. Raises UnsupportedArchitecture."""
     if architecture == "ImageEncoder":
         return IMAGE_ENCODER
+    if architecture in REFUSED:
+        raise UnsupportedArchitecture(architecture, REFUSED[architecture])
     if architecture in MULTIMODAL:
         return MULTIMODAL[architecture]
     suffix = next(filter(architecture.endswith, HEADS), "")
