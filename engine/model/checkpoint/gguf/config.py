@@ -7,7 +7,7 @@ from engine.model.checkpoint.gguf.entry import PLAIN, Entry
 from engine.model.checkpoint.gguf.families import LAYER_NORM, RMS_NORM, GGUFFamily, family
 from engine.model.checkpoint.gguf.keys import Fields, GGUFError, head_counts, num_layers
 from engine.model.checkpoint.gguf.rope import rope_fields
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 
 # Keys that change what a model computes, and that only few families here support.
 REFUSED = (
@@ -18,7 +18,7 @@ REFUSED = (
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def config(source: Source) -> Fields:
+def config(source: GGUFSource) -> Fields:
     """Return the fields of config.json. Raises GGUFError."""
     keys, own, tensors = source.keys, family(source.metadata), source.tensors
     for name in REFUSED:
@@ -62,7 +62,7 @@ def config(source: Source) -> Fields:
     return {name: value for name, value in fields.items() if value is not None or name not in own.fields}
 
 
-def _heads(source: Source, own: GGUFFamily) -> Fields:
+def _heads(source: GGUFSource, own: GGUFFamily) -> Fields:
     keys, counts = source.keys, head_counts(source.metadata)
     head_dim = keys.size("attention.key_length", keys.size("embedding_length") // counts["q_proj"])
     if (value_length := keys.size("attention.value_length", head_dim)) != head_dim:

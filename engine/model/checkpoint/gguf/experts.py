@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from engine.model.checkpoint.gguf.keys import Fields, GGUFError, Keys
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 
 SOFTMAX, SIGMOID = 1, 2  # values of `expert_gating_func`
 
 
-def common(source: Source) -> Fields:
+def common(source: GGUFSource) -> Fields:
     """Return the fields of Qwen's families and of those like them; none for a file without experts."""
     keys = source.keys
     if not keys.size("expert_count", 0):
@@ -22,22 +22,22 @@ def common(source: Source) -> Fields:
     }
 
 
-def with_shared_expert(source: Source) -> Fields:
+def with_shared_expert(source: GGUFSource) -> Fields:
     shared = source.keys.size("expert_shared_feed_forward_length", 0)
     return common(source) | {"shared_expert_intermediate_size": shared}
 
 
-def mixtral(source: Source) -> Fields:
+def mixtral(source: GGUFSource) -> Fields:
     keys = source.keys
     return {"num_local_experts": keys.size("expert_count"), "num_experts_per_tok": keys.size("expert_used_count")}
 
 
-def gpt_oss(source: Source) -> Fields:
+def gpt_oss(source: GGUFSource) -> Fields:
     size = _size(source.keys)
     return mixtral(source) | {"moe_intermediate_size": size, "intermediate_size": size}
 
 
-def lfm2(source: Source) -> Fields:
+def lfm2(source: GGUFSource) -> Fields:
     keys = source.keys
     check_gating(keys, SIGMOID)
     return {
@@ -48,7 +48,7 @@ def lfm2(source: Source) -> Fields:
     }
 
 
-def glm(source: Source) -> Fields:
+def glm(source: GGUFSource) -> Fields:
     check_gating(source.keys, SIGMOID)
     return deepseek(source, normed=True) | {
         "use_qk_norm": "attn_q_norm.weight" in source.parts,
@@ -56,7 +56,7 @@ def glm(source: Source) -> Fields:
     }
 
 
-def deepseek(source: Source, normed: bool = False) -> Fields:
+def deepseek(source: GGUFSource, normed: bool = False) -> Fields:
     """Return the fields of DeepSeek's families and of those like them. normed: whether the weights of a token's experts
     sum to 1 if the file does not say."""
     keys = source.keys

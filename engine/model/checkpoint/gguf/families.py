@@ -9,7 +9,7 @@ from typing import Any
 from engine.model.checkpoint.gguf import experts, gemma, latent, recurrent, rope, xielu
 from engine.model.checkpoint.gguf.entry import Entry
 from engine.model.checkpoint.gguf.keys import Fields, GGUFError, Keys, Metadata
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 
 RMS_NORM = "attention.layer_norm_rms_epsilon"
 LAYER_NORM = "attention.layer_norm_epsilon"
@@ -33,17 +33,17 @@ class GGUFFamily:
     """Number that llama.cpp adds to the weights of norms."""
     partial_rotary: bool = False
     """Whether heads may be partly rotated."""
-    more: tuple[Callable[[Source], Fields], ...] = ()
+    more: tuple[Callable[[GGUFSource], Fields], ...] = ()
     """Read further fields; a later one's replace an earlier one's."""
     reads: tuple[str, ...] = ()
     """Keys that `more` or `yarn` reads and that other families must not have."""
-    yarn: Callable[[Source], Fields] | None = None
+    yarn: Callable[[GGUFSource], Fields] | None = None
     """Reads YaRN's fields that only few families have."""
     own_heads: bool = False
     """Whether `more` reads the sizes of heads."""
     own_ropes: bool = False
     """Whether `more` reads how heads are rotated."""
-    made: Callable[[Source], dict[str, Entry]] | None = None
+    made: Callable[[GGUFSource], dict[str, Entry]] | None = None
     """Makes further tensors, from metadata."""
     tiled_heads: bool = False
     """Whether value heads of different key heads are side by side (recurrent.untiled)."""

@@ -18,7 +18,7 @@ from engine.model.checkpoint.gguf import config, names, tokenizer
 from engine.model.checkpoint.gguf.entry import TYPES, Entry
 from engine.model.checkpoint.gguf.header import Header
 from engine.model.checkpoint.gguf.keys import GGUFError, Metadata
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 from engine.model.checkpoint.gguf.tokenizer import UnsupportedTokenizer
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def _fill(folder: Path, files: list[Path]) -> None:
     if checked:
         limit = f"must be one of {', '.join(TYPES)}"
         raise GGUFError(f"its tensors of type {', '.join(sorted(checked))} are not supported: {limit}")
-    source = Source(metadata, tensors, _rope_factors(files, tensors))
+    source = GGUFSource(metadata, tensors, _rope_factors(files, tensors))
     found = names.entries(source)
     fields = config.config(source)
     backend = tokenizer.read_tokenizer(metadata)

@@ -6,29 +6,29 @@ import math
 from statistics import NormalDist
 
 from engine.model.checkpoint.gguf.keys import Fields, GGUFError, Keys
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 
 LARGEST_GEMMAS = {("gemma2", 46), ("gemma3", 62)}  # 27B, by layers: they scale queries by hidden_size / heads
 UNROTATED = 1e30  # the factor of wavelengths that are not rotated
 
 
-def query_scale(source: Source) -> Fields:
+def query_scale(source: GGUFSource) -> Fields:
     keys = source.keys
     per_head = keys.size("embedding_length") // keys.size("attention.head_count")
     largest = (keys.prefix, keys.size("block_count")) in LARGEST_GEMMAS
     return {"query_pre_attn_scalar": per_head if largest else keys.size("attention.key_length", per_head)}
 
 
-def gemma2(source: Source) -> Fields:
+def gemma2(source: GGUFSource) -> Fields:
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     return query_scale(source) | {name: source.keys.get(name) for name in caps}
 
 
-def gemma3(source: Source) -> Fields:
+def gemma3(source: GGUFSource) -> Fields:
     return query_scale(source) | _local_base(source.keys)
 
 
-def gemma3n(source: Source) -> Fields:
+def gemma3n(source: GGUFSource) -> Fields:
     keys = source.keys
     scales = keys.per_layer("activation_sparsity_scale", 0.0)
     if not all(isinstance(scale, int | float) and not math.isnan(scale) for scale in scales):
@@ -42,7 +42,7 @@ def gemma3n(source: Source) -> Fields:
     }  # fmt: skip
 
 
-def gemma4(source: Source) -> Fields:
+def gemma4(source: GGUFSource) -> Fields:
     keys = source.keys
     windows = keys.per_layer("attention.sliding_window_pattern")
     heads = keys.sizes("attention.head_count_kv")
@@ -83,7 +83,7 @@ def _local_base(keys: Keys) -> Fields:
     return {"rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0)}
 
 
-def _per_layer(source: Source) -> Fields:
+def _per_layer(source: GGUFSource) -> Fields:
     """Return the fields that Gemma 3n and 4 share: layers that read the KV of others, MLPs that differ, and embeddings
     of tokens for layers."""
     keys, embeddings = source.keys, source.tensors.get("per_layer_token_embd.weight")
@@ -96,7 +96,7 @@ def _per_layer(source: Source) -> Fields:
     }  # fmt: skip
 
 
-def _rotated(source: Source) -> float:
+def _rotated(source: GGUFSource) -> float:
     """Return the fraction of wavelengths that layers without a window rotate: those whose factor is 1."""
     factors = source.factors.get("rope_freqs.weight", [1.0])
     rotated = sum(factor == 1.0 for factor in factors)

@@ -7,12 +7,12 @@ from msgspec.structs import replace
 from engine.model.checkpoint.gguf import experts
 from engine.model.checkpoint.gguf.entry import Entry
 from engine.model.checkpoint.gguf.keys import Fields, GGUFError
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 
 KEYS, VALUES, BOTH = ".k_b_proj.weight", ".v_b_proj.weight", ".kv_b_proj.weight"
 
 
-def heads(source: Source) -> Fields:
+def heads(source: GGUFSource) -> Fields:
     """Return the sizes of heads. Newer files state those of a head as it is computed under `key_length_mla`, and those
     of the cached vector under `key_length`."""
     keys, count = source.keys, source.keys.size("attention.head_count")
@@ -31,7 +31,7 @@ def heads(source: Source) -> Fields:
     }
 
 
-def _value_size(source: Source, count: int, nope: int) -> int:
+def _value_size(source: GGUFSource, count: int, nope: int) -> int:
     """Return the size of a head's value, which MiniCPM 3's files do not state."""
     keys = source.keys
     stated = keys.get("attention.value_length_mla") or keys.get("attention.value_length")
@@ -43,7 +43,7 @@ def _value_size(source: Source, count: int, nope: int) -> int:
     return rows // count - nope
 
 
-def deepseek(source: Source) -> Fields:
+def deepseek(source: GGUFSource) -> Fields:
     keys = source.keys
     if not keys.size("expert_count", 0):
         raise GGUFError(f"it has no {keys.prefix}.expert_count: latent attention without experts is not supported")

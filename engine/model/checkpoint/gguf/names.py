@@ -12,7 +12,7 @@ from engine.model.checkpoint.gguf.entry import TYPES, Entry
 from engine.model.checkpoint.gguf.families import family
 from engine.model.checkpoint.gguf.keys import GGUFError, Keys, Metadata, head_counts, num_layers
 from engine.model.checkpoint.gguf.recurrent import LinearHeads, ungrouped, untiled
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 
 # Modules of Hugging Face's models that the tables of the package `gguf` know. If two have the same name in a file, the
 # first is used, and `Family.renamed` replaces it where a family has the second.
@@ -48,7 +48,7 @@ MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 LAYER_NAME = re.compile(r"blk\.(\d{1,9})\.(.+)")
 
 
-def entries(source: Source) -> dict[str, Entry]:
+def entries(source: GGUFSource) -> dict[str, Entry]:
     """Return the file's tensors by their names in a checkpoint. Raises GGUFError for a tensor without such a name."""
     metadata, tensors = source.metadata, source.tensors
     own, last = family(metadata), num_layers(metadata)

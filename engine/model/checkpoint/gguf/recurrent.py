@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from engine.model.checkpoint.gguf import experts
 from engine.model.checkpoint.gguf.entry import Entry, Runs
 from engine.model.checkpoint.gguf.keys import Fields, GGUFError, Metadata, num_layers
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class LinearHeads:
 
     @classmethod
     def read(cls, metadata: Metadata) -> LinearHeads:
-        keys = Source(metadata, {}).keys
+        keys = GGUFSource(metadata, {}).keys
         key_heads, value_heads = keys.size("ssm.group_count", 1), keys.size("ssm.time_step_rank", 1)
         if value_heads % key_heads:
             raise GGUFError(
@@ -40,15 +40,15 @@ class LinearHeads:
         return self.value_heads // self.key_heads
 
 
-def linear_attention(source: Source) -> Fields:
+def linear_attention(source: GGUFSource) -> Fields:
     return {"linear_value_head_dim": LinearHeads.read(source.metadata).value_size}
 
 
-def short_convolutions(source: Source) -> Fields:
+def short_convolutions(source: GGUFSource) -> Fields:
     return {"layer_types": _layer_types(source, "conv")}
 
 
-def granite(source: Source) -> Fields:
+def granite(source: GGUFSource) -> Fields:
     keys = source.keys
     inner, heads = keys.size("ssm.inner_size"), keys.size("ssm.time_step_rank")
     return {
@@ -62,7 +62,7 @@ def granite(source: Source) -> Fields:
     }  # fmt: skip
 
 
-def falcon_h1(source: Source) -> Fields:
+def falcon_h1(source: GGUFSource) -> Fields:
     """Return the fields of Falcon-H1. Its factors are in the file's weights."""
     keys, parts = source.keys, source.parts
     inner, heads = keys.size("ssm.inner_size"), keys.size("ssm.time_step_rank")
@@ -74,7 +74,7 @@ def falcon_h1(source: Source) -> Fields:
     }  # fmt: skip
 
 
-def nemotron_h(source: Source) -> Fields:
+def nemotron_h(source: GGUFSource) -> Fields:
     keys, parts = source.keys, source.parts
     heads = LinearHeads.read(source.metadata)
     kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
@@ -99,7 +99,7 @@ def nemotron_h(source: Source) -> Fields:
     }  # fmt: skip
 
 
-def kimi_linear(source: Source) -> Fields:
+def kimi_linear(source: GGUFSource) -> Fields:
     keys, types = source.keys, _layer_types(source, "linear_attention")
     experts.check_gating(keys, experts.SIGMOID)
     found = experts.deepseek(source, normed=True)
@@ -119,7 +119,7 @@ def kimi_linear(source: Source) -> Fields:
     }  # fmt: skip
 
 
-def _layer_types(source: Source, other: str) -> list[str]:
+def _layer_types(source: GGUFSource, other: str) -> list[str]:
     """Return the type of each layer. Layers without KV heads are of the type `other`."""
     return ["full_attention" if count else other for count in source.keys.sizes("attention.head_count_kv")]
 

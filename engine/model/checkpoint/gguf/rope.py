@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.model.checkpoint.gguf.keys import Fields, GGUFError
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 
 
-def rope_fields(source: Source, yarn: Callable[[Source], Fields] | None) -> Fields:
+def rope_fields(source: GGUFSource, yarn: Callable[[GGUFSource], Fields] | None) -> Fields:
     """Return the fields of a rotary embedding that all layers share. yarn: reads fields of YaRN that only few families
     have."""
     return {
@@ -17,7 +17,7 @@ def rope_fields(source: Source, yarn: Callable[[Source], Fields] | None) -> Fiel
     }
 
 
-def _scaling(source: Source, yarn: Callable[[Source], Fields] | None) -> Fields | None:
+def _scaling(source: GGUFSource, yarn: Callable[[GGUFSource], Fields] | None) -> Fields | None:
     """Return the rotary scaling. Rotary factors in the file are read as factors of `longrope`, even if they were
     computed by Llama 3's rule."""
     keys, factors = source.keys, source.factors
@@ -51,7 +51,7 @@ def _scaling(source: Source, yarn: Callable[[Source], Fields] | None) -> Fields 
     return scaling
 
 
-def deepseek_yarn(source: Source) -> Fields:
+def deepseek_yarn(source: GGUFSource) -> Fields:
     """Return YaRN's fields of DeepSeek, where the file states a tenth of `mscale_all_dim`. `mscale` is taken to be
     equal, as in all published models."""
     weight = source.keys.get("rope.scaling.yarn_log_multiplier")
@@ -61,7 +61,7 @@ def deepseek_yarn(source: Source) -> Fields:
     return {"mscale": weight, "mscale_all_dim": weight}
 
 
-def ministral_yarn(source: Source) -> Fields:
+def ministral_yarn(source: GGUFSource) -> Fields:
     """Return YaRN's fields of Ministral 3. `mscale` is taken to be 1, as in llama.cpp."""
     keys = source.keys
     weight = keys.get("rope.scaling.yarn_log_multiplier")

@@ -9,7 +9,7 @@ from engine.model.checkpoint.gguf.keys import GGUFError, Keys, Metadata
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class GGUFSource:
     """The file from which the fields of config.json are read."""
 
     metadata: Metadata

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from engine.model.checkpoint.gguf.entry import Entry
 from engine.model.checkpoint.gguf.keys import GGUFError, num_layers
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 
 PARAMETERS: dict[str, tuple[int, ...]] = {"alpha_n": (1,), "alpha_p": (1,), "beta": (), "eps": ()}
 """With their shapes."""
 
 
-def parameters(source: Source) -> dict[str, Entry]:
+def parameters(source: GGUFSource) -> dict[str, Entry]:
     """Return the parameters of each layer by their names in a checkpoint. Raises GGUFError."""
     found: dict[str, Entry] = {}
     count = num_layers(source.metadata)

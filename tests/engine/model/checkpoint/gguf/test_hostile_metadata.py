@@ -11,7 +11,7 @@ from engine.model.checkpoint.gguf.config import config
 from engine.model.checkpoint.gguf.header import Header
 from engine.model.checkpoint.gguf.keys import GGUFError
 from engine.model.checkpoint.gguf.names import entries
-from engine.model.checkpoint.gguf.source import Source
+from engine.model.checkpoint.gguf.source import GGUFSource
 from tests.gguf_files import write_gguf
 from tests.models import make_model
 
@@ -39,7 +39,7 @@ def test_any_value_of_any_key_is_read_or_refused_in_one_line(tmp_path, family):
     refusals: list[str] = []
     for key in [name for name in header.metadata if not name.startswith(("tokenizer.", "general."))]:
         for bad in BAD:
-            source = Source(header.metadata | {key: bad}, header.tensors, factors)
+            source = GGUFSource(header.metadata | {key: bad}, header.tensors, factors)
             try:
                 entries(source)
                 config(source)
