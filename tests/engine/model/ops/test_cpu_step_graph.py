@@ -189,9 +189,9 @@ def make_core(folder: Path, architecture: str, **options: Any) -> EngineCore:
     return build_engine(EngineConfig(model=str(folder), **{**defaults, **options}))
 
 
-def generate(core: EngineCore, tokens: int = 7) -> list[tuple[int, float]]:
-    """Tokens and logprobs of requests of several lengths, of which some come while others are answered. tokens: of
-    their prompts."""
+def generate(core: EngineCore, tokens: int = 7) -> dict[str, list[tuple[int, float]]]:
+    """Tokens and logprobs of each of several requests, of which some come while others are answered. tokens: of
+    their prompts, which a slow machine cuts into more steps."""
     rng = random.Random(0)
     waiting = [
         GenerateRequest(
@@ -201,13 +201,16 @@ def generate(core: EngineCore, tokens: int = 7) -> list[tuple[int, float]]:
         )
         for i in range(4)
     ]
-    answers, steps = [], 0
+    answers: dict[str, list[tuple[int, float]]] = {}
+    steps = 0
     while waiting or core.has_work:
         if waiting and steps % 3 == 0:
             core.add(waiting.pop())
         for event in core.step():
             assert event.delta.error is None, event.delta.error
-            answers += [(entry.token_id, entry.logprob) for entry in event.delta.logprobs or []]
+            answers.setdefault(event.delta.request_id, []).extend(
+                (entry.token_id, entry.logprob) for entry in event.delta.logprobs or []
+            )
         steps += 1
     return answers
 
