@@ -23,6 +23,7 @@ from deployments.pooling.request_bodies import (
     PoolingBody,
     RerankBody,
     ScoreBody,
+    VectorBody,
 )
 from deployments.pooling.response_bodies import (
     EmbeddingList,
@@ -33,6 +34,8 @@ from deployments.pooling.response_bodies import (
     Ranking,
     ScoreList,
     ScoreObject,
+    VectorList,
+    VectorObject,
 )
 from engine.errors import InvalidParameter, PromptTooLong, RequestError
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
@@ -60,6 +63,12 @@ class PooledModel:
         vectors, usage = await self._pool(prompts, body, context)
         data = await asyncio.to_thread(_embeddings, vectors, body.encoding_format)
         return EmbeddingList(context.response_id, context.created, self._info.name, data, usage)
+
+    async def pool(self, body: VectorBody, context: RequestContext) -> VectorList:
+        """Return embeddings as vLLM's /pooling does. Raises the same errors as `embed`."""
+        found = await self.embed(body, context)
+        data = [VectorObject(entry.index, entry.embedding) for entry in found.data]
+        return VectorList(found.id, found.created, found.model, data, found.usage)
 
     async def score(self, body: ScoreBody, context: RequestContext) -> ScoreList:
         """Return scores. Raises the same errors as `embed`."""

@@ -90,6 +90,13 @@ class EmbeddingBody(PoolingBody):
         return inputs
 
 
+class VectorBody(EmbeddingBody):
+    """POST /pooling"""
+
+    task: Literal["embed"] = "embed"
+    """What to compute; vectors of each token are not supported."""
+
+
 class TextDocument(StrictModel):
     text: str
 

@@ -1,4 +1,4 @@
-"""Response bodies: OpenAI's field names for embeddings, vLLM's for scores and rankings."""
+"""Response bodies: OpenAI's field names for embeddings, vLLM's for vectors, scores and rankings."""
 
 from __future__ import annotations
 
@@ -35,6 +35,22 @@ class EmbeddingList(msgspec.Struct):
     created: int
     model: str
     data: list[EmbeddingObject]
+    usage: PoolingUsage
+    object: str = "list"
+
+
+class VectorObject(msgspec.Struct):
+    index: int
+    data: list[float] | str
+    """Numbers, or their bytes in base64."""
+    object: str = "pooling"
+
+
+class VectorList(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[VectorObject]
     usage: PoolingUsage
     object: str = "list"
 

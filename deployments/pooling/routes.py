@@ -14,8 +14,8 @@ from deployments.http.route import KEY, Route
 from deployments.http.streaming import run_while_connected
 from deployments.openai.served.served_models import ServedModels
 from deployments.pooling.pooled_model import PooledModel
-from deployments.pooling.request_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
-from deployments.pooling.response_bodies import EmbeddingList, Ranking, ScoreList
+from deployments.pooling.request_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody, VectorBody
+from deployments.pooling.response_bodies import EmbeddingList, Ranking, ScoreList, VectorList
 
 B = TypeVar("B", bound=PoolingBody)
 SCORE_PATHS = ("/v1/score", "/score")
@@ -31,12 +31,16 @@ class PoolingRoutes:
         ranked = "Rank documents by how well they fit a query."
         return [
             Route(KEY, "POST", "/v1/embeddings", self.embeddings, vectors, body=EmbeddingBody, result=EmbeddingList),
+            Route(KEY, "POST", "/pooling", self.pooling, vectors, body=VectorBody, result=VectorList),
             *(Route(KEY, "POST", path, self.score, fit, body=ScoreBody, result=ScoreList) for path in SCORE_PATHS),
             *(Route(KEY, "POST", path, self.rerank, ranked, body=RerankBody, result=Ranking) for path in RERANK_PATHS),
         ]
 
     async def embeddings(self, request: Request) -> Response:
         return await self._answer(request, EmbeddingBody, "embd-", PooledModel.embed)
+
+    async def pooling(self, request: Request) -> Response:
+        return await self._answer(request, VectorBody, "pool-", PooledModel.pool)
 
     async def score(self, request: Request) -> Response:
         return await self._answer(request, ScoreBody, "score-", PooledModel.score)

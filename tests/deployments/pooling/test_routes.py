@@ -34,6 +34,16 @@ async def test_embeddings_come_in_the_order_of_their_texts_whatever_order_they_a
     assert (answer["object"], answer["data"][0]["object"], answer["model"]) == ("list", "embedding", "fake")
 
 
+async def test_pooling_gives_the_same_vectors_in_the_form_of_vllm(api):
+    body = {"input": ["a", "a fox"], "encoding_format": "float"}
+    expected = [entry["embedding"] for entry in (await embed(api, **body))["data"]]
+    answer = (await api.client.post("/pooling", json={"model": "fake", "task": "embed", **body})).json()
+    assert [(entry["index"], entry["object"]) for entry in answer["data"]] == [(0, "pooling"), (1, "pooling")]
+    assert [entry["data"] for entry in answer["data"]] == expected and answer["object"] == "list"
+    refused = await api.client.post("/pooling", json={"model": "fake", "task": "token_embed", **body})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "task"
+
+
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [("ab", [[67, 68]]), ([5, 6], [[5, 6]]), ([[5, 6], [7]], [[5, 6], [7]]), (["a", "b"], [[67], [68]])],
