@@ -27,7 +27,7 @@ from deployments.openai.completion_body import CompletionBody, DetokenizeBody
 from deployments.openai.responses.request_body import ResponsesBody
 from deployments.openai.sampling_body import GenerationBody, SamplingBody
 from deployments.openai.template_body import TokenizeBody
-from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody, VectorBody
+from deployments.pooling.request_bodies import EmbeddingBody, RerankBody, ScoreBody
 from engine.errors import RequestError
 from tests.deployments.bodies import BODIES
 from tests.deployments.fake_api import MAX_MODEL_LEN, fake_api, says, tokenizer
@@ -94,7 +94,6 @@ PATHS: dict[type[RequestBody], str] = {
     TokenizeBody: "/tokenize",
     DetokenizeBody: "/detokenize",
     EmbeddingBody: "/v1/embeddings",
-    VectorBody: "/pooling",
     ScoreBody: "/v1/score",
     RerankBody: "/v1/rerank",
     ResponsesBody: "/v1/responses",
