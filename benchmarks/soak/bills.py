@@ -55,4 +55,5 @@ async def bills(url: str) -> Bills:
 async def _books(http: httpx.AsyncClient) -> dict[str, float]:
     scrape = Scrape((await http.get("/metrics")).raise_for_status().text)
     names = {name: f"manta_key_{name}_total" for name in ("prompt_tokens", "output_tokens", "compute_seconds")}
-    return {name: scrape.sum(metric, key=FREE) for name, metric in names.items()}
+    found = {name: scrape.select(metric, [("key", "=", FREE)]) for name, metric in names.items()}
+    return {name: sum(one.value for one in series) for name, series in found.items()}  # 0 before the first request
