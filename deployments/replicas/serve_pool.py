@@ -170,7 +170,10 @@ class ServeRemotePool:
         deployment = await _deployment_status(self._handle)
         if deployment is None or deployment.status == "UPDATING":
             return "deploying"
-        return "up" if deployment.replica_states.get("RUNNING") else "down"
+        if not deployment.replica_states.get("RUNNING"):
+            return "down"
+        # Serve says so from when a replica dies during an update until the update is complete
+        return "deploying" if deployment.status == "DEPLOY_FAILED" else "up"
 
 
 async def _answer(response: DeploymentResponse, call: RoutingContext) -> Any:
