@@ -29,14 +29,15 @@ def eligible_replicas(
     candidates: list[RunningReplica], call: RoutingContext, roles: Mapping[str, Role] = MappingProxyType({})
 ) -> list[RunningReplica]:
     """Return the replicas that serve the call's model and have its role. Replicas to avoid are left out if others
-    remain.
+    remain, and then those with other numerics than the call's.
 
     If no replica serves that model, all are eligible, and will refuse the call. If none has the role, the others
     answer instead. roles: roles of engines whose roles can change.
     """
     fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
     fitting = [r for r in fitting if roles.get(engine_id_of(r.replica_id), call.role) == call.role] or fitting
-    return [r for r in fitting if engines_of(r).keys().isdisjoint(call.avoid)] or fitting
+    fitting = [r for r in fitting if engines_of(r).keys().isdisjoint(call.avoid)] or fitting
+    return [r for r in fitting if r.replica_metadata.get("numerics") == call.numerics] or fitting
 
 
 def engines_of(replica: RunningReplica) -> dict[str, str]:
