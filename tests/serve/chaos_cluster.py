@@ -69,7 +69,7 @@ class ChaosCluster(Program):
             "http_options": {"host": "127.0.0.1", "port": self.port},
             "applications": [{**app, "args": args, "deployments": deployments}],
         }
-        httpx.put(self._rest, json=config, timeout=60).raise_for_status()
+        httpx.put(self._rest, json=config, timeout=300).raise_for_status()
 
     def wait_until_running(self, replicas: dict[Role, int], timeout_s: float = STARTUP_S) -> None:
         """Until the application is as it should be: so many of each pool, and no others to come or go."""
