@@ -10,12 +10,13 @@ from pathlib import Path
 
 import psutil
 
-from tests.serve.chaos_cluster import MODEL, STARTUP_S, ChaosCluster, Replica, kill
+from tests.serve.chaos_cluster import MODEL, ChaosCluster, Replica, kill
 from tests.serve.planted_version import APPENDED, OTHER_DEFAULT, OTHER_KERNEL, plant
 from tests.serve.serve_run import wait_until
 
 LABEL = "manta/version"
 REPLICAS = 2
+ROLL_S = 1200.0  # on a busy machine
 ROOM = {"num_cpus": 1}  # of each version's node: two replicas, one to spare, and an ingress
 
 
@@ -59,7 +60,7 @@ class VersionCluster(ChaosCluster):
         self.wait_until_rolled_to(version)
 
     def wait_until_rolled_to(self, version: str) -> None:
-        self.wait_until_running({"decode": REPLICAS})
+        self.wait_until_running({"decode": REPLICAS}, ROLL_S)
         assert len(self.of_version(version)) == REPLICAS
 
     def of_version(self, version: str) -> list[Replica]:
@@ -72,7 +73,7 @@ class VersionCluster(ChaosCluster):
 
     def wait_for(self, count: int, version: str) -> None:
         """Until so many decode replicas of a version run."""
-        wait_until(lambda: len(self.of_version(version)) >= count, STARTUP_S)
+        wait_until(lambda: len(self.of_version(version)) >= count, ROLL_S)
 
     def kill_one_of(self, version: str) -> None:
         replica = self.of_version(version)[0]
