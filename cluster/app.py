@@ -25,7 +25,7 @@ from deployments.ingress import Ingress, IngressOptions
 from deployments.openai.served.served_model import ModelInfo
 from deployments.prefill import Prefill
 from deployments.prefill_decode import PrefillDecode
-from deployments.routing.config import Role
+from deployments.routing.config import Role, RouterOptions
 from deployments.routing.router import EngineRouter
 from engine.errors import ConfigError, StartupError
 from engine.wire.stats.handoff_stats import PeerPool
@@ -178,10 +178,8 @@ def _pools(model: ModelSection, log: LogConfig) -> tuple[Application, dict[PeerP
 def _deployment(kind: type[Decode] | type[Prefill], model: ModelSection, role: Role) -> serve.Deployment:
     engine, spec, section = model.engine_config(role), model.group_spec(role), model.pools[role]
     roles: tuple[Role, ...] = ("decode", "prefill") if kind is PrefillDecode else (role,)
-    routing = {
-        "block_size": engine.known_block_size,
-        "pools": {name: asdict(model.pools[name].routing_config()) for name in roles},
-    }
+    pools = {name: model.pools[name].routing_config() for name in roles}
+    routing = asdict(RouterOptions(block_size=engine.known_block_size, pools=pools))
     return serve.deployment(
         kind,
         name=f"{'pd' if kind is PrefillDecode else role}-{model.name}",

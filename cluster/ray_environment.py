@@ -26,6 +26,9 @@ FRONT = {  # on every node
     # An ingress that dies or stops may close a connection on which a request has just been sent. Until the first byte
     # of the answer, the request can be sent elsewhere: work that was begun ends with the connection.
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    # A stopping ingress fails health checks at once, but answers until HAProxy has been told of others. With Ray's two
+    # checks, a quarter of a second apart, clients of a single ingress got 503 in between.
+    "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "20",
     # For a client that stops sending a body or reading an answer; Ray allows an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
     # Serve decodes headers before it calls an ingress, and answers 500 to bytes that are not text.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal
 
+from cluster.autoscaling.slo import PoolSettings
 from cluster.versions.record_form import Forms, forms_of, name_of
 from deployments.jobs.record import JobRecord
 from deployments.observability.stats import IngressStats
@@ -25,6 +26,7 @@ from deployments.quotas.record import QuotaRecord
 from deployments.replicas.encoded_request import EncodedRequest
 from deployments.replicas.pools import ReplicaQuestion, ReplicaStatus
 from deployments.replicas.scaling_report import ReplicaReport, ScalingChange
+from deployments.routing.config import RouterOptions
 from deployments.served_adapter import ServedAdapter
 from engine.distributed.cluster_key import ClusterKey
 from engine.kv_transfer.protocol.messages import Envelope
@@ -64,7 +66,7 @@ def kinds_by_border() -> dict[BorderName, list[Any]]:
     engines     from an engine or its replica, to ingresses, routers and other replicas
     parts       what the two say to and of parts
     handoffs    between engines that hand KV over
-    ingresses   between ingresses, and in Ray's GCS
+    ingresses   between ingresses, in Ray's GCS, and in the options of Serve's deployments
     store       in the store, which outlives a cluster
     tapes       in files of tapes
     """
@@ -78,6 +80,7 @@ def kinds_by_border() -> dict[BorderName, list[Any]]:
         "handoffs": [Envelope, TcpDescription, NixlDescription, HeldLayers],
         "ingresses": [
             IngressStats, IngressOverview, IngressUsage, SequenceTimeline, ClusterKey, ServedAdapter, ScalingChange,
+            RouterOptions, PoolSettings,
         ],
         "store": [JobRecord, QuotaRecord, StoredResponse, StoredTable, ManagedKey, Record[File], BatchRecord],
         "tapes": [TapeFile, EngineTape, CopyHead, RouterTape, RecordedChoice],

@@ -45,6 +45,7 @@ class RetryState:
         self.num_moves = 0  #: attempts that go on with the KV of the attempt before
         self.source: KVSource | None = None  #: engine that holds the KV for the current attempt
         self.avoid: list[str] = []  #: engines that should not get the current attempt if there are others
+        self.numerics = ""  #: what the current attempt computes with, once it has brought tokens
         self.output: list[int] = []
         self.request = request
         self._model = request.model
@@ -75,13 +76,15 @@ class RetryState:
 
     def attempt(self, now: float) -> GenerateRequest:
         """Return the engine request of the current attempt. Its prompt includes the output so far, marked as output.
-        The engine derives a missing seed from the request id, so later attempts carry the first attempt's seed."""
+        The engine derives a missing seed from the request id, so later attempts carry the first attempt's seed. An
+        attempt after one that has brought tokens asks for the same numerics, but one after that takes what there is."""
         left_s = self.left_s(now)
         timeout_s = None if left_s is None else max(left_s, MIN_TIMEOUT_S)
         slo_s = None if self._first_token_by is None or self.output else self._first_token_by - now
         request = msgspec.structs.replace(
-            self.request, timeout_s=timeout_s, ttft_slo_s=slo_s, model=self._model
-        ).asking(self.source)
+            self.request, timeout_s=timeout_s, ttft_slo_s=slo_s, model=self._model, numerics=self.numerics
+        )
+        request, self.numerics = request.asking(self.source), ""
         if not self.num_retries:
             return request
         params = request.params

@@ -286,7 +286,7 @@ class Sequence:
             self.metrics.computes_otherwise(tokens)
             logger.info("request goes on with other numerics request_id=%s tokens=%d numerics=%s before=%s",
                         self.retry.request.request_id, tokens, numerics, self._numerics)  # fmt: skip
-        self._numerics = numerics
+        self._numerics = self.retry.numerics = numerics
 
     @property
     def lost(self) -> BaseException | None:

@@ -49,6 +49,10 @@ class GenerationSource(Protocol):
         """Adapter with which the answer was begun; None if it was begun without one, or has not begun."""
 
     @property
+    def fingerprint(self) -> str | None:
+        """Fingerprint of the model with which the answer was begun; None if it has not begun, or is not kept."""
+
+    @property
     def job_id(self) -> str | None:
         """Id by which the answer's job can be found later; None if the answer is not kept."""
 
@@ -69,7 +73,7 @@ class GenerationSource(Protocol):
 class LiveSource:
     """Source of an answer that is not kept."""
 
-    started, admitted, adapter, job_id = False, False, None, None
+    started, admitted, adapter, fingerprint, job_id = False, False, None, None, None
     event_ids = NoEventIds()
 
     def __init__(self) -> None:
@@ -137,6 +141,10 @@ class JobSource:
     @property
     def adapter(self) -> ServedAdapter | None:
         return self._job.record.adapter
+
+    @property
+    def fingerprint(self) -> str | None:
+        return self._job.record.fingerprint
 
     def hex_id(self, name: str) -> str:
         return self._job.record.hex_id(name)

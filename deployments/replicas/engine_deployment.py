@@ -31,6 +31,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, StartupError
 from engine.model.checkpoint.identity import identity_of
 from engine.model.checkpoint.overlay import engine_folder
+from engine.source_digest import numerics_digest
 from engine.wire.generate_request import ModelIdentity
 from engine.wire.messages import Command, Question
 from engine.wire.stats.handoff_stats import PeerPool
@@ -122,7 +123,8 @@ class EngineDeployment:
     async def record_replica_metadata(self) -> dict[str, str]:
         """Return what all routers need to know about this replica (routing/router.py). Serve calls it once."""
         commands_to = " ".join(self._commands_to)
-        return {"commands_to": commands_to, "weights": self._model.weights, "vocabulary": self._model.vocabulary}
+        model = {"weights": self._model.weights, "vocabulary": self._model.vocabulary}
+        return {"commands_to": commands_to, **model, "numerics": numerics_digest()}
 
     async def status(self) -> bytes:
         """Return the newest ReplicaStatus of each engine, in msgpack. Raises EngineUnavailable if one hangs or is

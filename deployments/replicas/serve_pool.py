@@ -83,7 +83,9 @@ class ServePool:
         if first.params.prompt_logprobs is not None:
             prompt = replace(prompt, keys=())  # all of the prompt is computed, cached or not
         note = partial(self._note_all, [request.request_id for request in requests])
-        call = RoutingContext(prompt, self.routing, avoid, first.model, note, observer=self.observer)
+        call = RoutingContext(
+            prompt, self.routing, avoid, first.model, note, observer=self.observer, numerics=first.numerics
+        )
         with ray_compat.apart_from_http_request():
             response = self._handle.generate.remote([Carried(EncodedRequest.of(request)) for request in requests], call)
         await _answer(response, call)
@@ -170,7 +172,10 @@ class ServeRemotePool:
         deployment = await _deployment_status(self._handle)
         if deployment is None or deployment.status == "UPDATING":
             return "deploying"
-        return "up" if deployment.replica_states.get("RUNNING") else "down"
+        if not deployment.replica_states.get("RUNNING"):
+            return "down"
+        # Serve says so from when a replica dies during an update until the update is complete
+        return "deploying" if deployment.status == "DEPLOY_FAILED" else "up"
 
 
 async def _answer(response: DeploymentResponse, call: RoutingContext) -> Any:

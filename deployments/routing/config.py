@@ -44,3 +44,11 @@ class RoutingConfig:
 
     def running_weight_of(self, role: Role) -> float:
         return RUNNING_WEIGHT[role] if self.running_weight is None else self.running_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterOptions:
+    """What the routers of a deployment's handles are given."""
+
+    block_size: int
+    pools: dict[Role, RoutingConfig]  #: by the role of a call

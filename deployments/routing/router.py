@@ -11,13 +11,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import ray
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from deployments import ray_compat
 from deployments.ray_compat import CallRouter, engine_id_of, engine_ids
 from deployments.routing.balancer import Balancer
-from deployments.routing.config import Role, RoutingConfig
+from deployments.routing.config import Role, RouterOptions
 from deployments.routing.routing_context import CallOutcome, RoutingContext
 from deployments.routing.subscriber import KVEventSubscriber
 from engine.wire.generate_request import ModelIdentity
@@ -28,14 +29,15 @@ def eligible_replicas(
     candidates: list[RunningReplica], call: RoutingContext, roles: Mapping[str, Role] = MappingProxyType({})
 ) -> list[RunningReplica]:
     """Return the replicas that serve the call's model and have its role. Replicas to avoid are left out if others
-    remain.
+    remain, and then those with other numerics than the call's.
 
     If no replica serves that model, all are eligible, and will refuse the call. If none has the role, the others
     answer instead. roles: roles of engines whose roles can change.
     """
     fitting = [r for r in candidates if call.model in (None, _model_of(r))] or candidates
     fitting = [r for r in fitting if roles.get(engine_id_of(r.replica_id), call.role) == call.role] or fitting
-    return [r for r in fitting if engines_of(r).keys().isdisjoint(call.avoid)] or fitting
+    fitting = [r for r in fitting if engines_of(r).keys().isdisjoint(call.avoid)] or fitting
+    return [r for r in fitting if r.replica_metadata.get("numerics") == call.numerics] or fitting
 
 
 def engines_of(replica: RunningReplica) -> dict[str, str]:
@@ -57,11 +59,10 @@ class EngineRouter(CallRouter):
     _subscriber: KVEventSubscriber | None = None
     _receive_task: asyncio.Task[None] | None = None
 
-    def initialize_state(self, *, block_size: int, pools: dict[Role, dict[str, Any]]) -> None:
-        """Called by Serve with RequestRouterConfig.request_router_kwargs. pools: fields of RoutingConfig, by the role
-        of a call."""
-        self._block_size = block_size
-        self._configs = {role: RoutingConfig(**config) for role, config in pools.items()}
+    def initialize_state(self, **options: Any) -> None:
+        """Called by Serve with RequestRouterConfig.request_router_kwargs: the fields of RouterOptions, perhaps those of
+        another version, in which the deployment is now."""
+        self._options = msgspec.convert(options, RouterOptions)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -70,7 +71,8 @@ class EngineRouter(CallRouter):
         call = next(arg for arg in pending_request.args if isinstance(arg, RoutingContext))
         if self._subscriber is None:
             key = ray_compat.cluster_key()  # does not block: cached since the process started
-            self._balancer = Balancer(self._configs[call.role], call.role, self._block_size, random.Random())
+            config, block_size = self._options.pools[call.role], self._options.block_size
+            self._balancer = Balancer(config, call.role, block_size, random.Random())
             self._subscriber = KVEventSubscriber(ray.util.get_node_ip_address(), self._apply, key)
             self._receive_task = asyncio.get_running_loop().create_task(self._subscriber.run())
             self._subscribe()

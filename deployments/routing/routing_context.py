@@ -33,13 +33,16 @@ class RoutingContext:
         note: Callable[[str], None] | None = None,
         role: Role = "decode",
         observer: ChoiceObserver | None = None,
+        numerics: str = "",
     ):
         """stats: where the router counts.
         avoid: ids of engines that should not get the call if there are others.
         model: model that the call needs, if any engine serves it.
         note: function called with a sentence each time the router chooses a replica.
         observer: hears of the router's choice; None for no one.
-        role: role that a replica needs for the call, if any replica has it; the same for all calls of a handle."""
+        role: role that a replica needs for the call, if any replica has it; the same for all calls of a handle.
+        numerics: of the engine that should get the call if there is such a one."""
+        self.numerics = numerics
         self.prompt, self.avoid, self.model, self.role = prompt, avoid, model, role
         self.stats = RoutingStats() if stats is None else stats
         self.observer = ChoiceObserver() if observer is None else observer

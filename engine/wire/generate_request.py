@@ -50,6 +50,7 @@ class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
     """Model that must serve the request: replicas of other models refuse it. None allows any."""
     session_id: str = ""
     """Session key: routers send requests of one session to one engine if they can. Engines ignore it."""
+    numerics: str = ""  #: digest of what computed its output so far; routers prefer engines with the same one
     on_trial: bool = False
     """Whether it is tried apart from others that ran in an engine that ended by itself, because it may be the cause."""
     when_idle: bool = False

@@ -21,7 +21,7 @@ import pytest
 from ray.serve._private.haproxy import BackendConfig, ServerConfig
 
 from cluster import haproxy
-from cluster.ray_environment import tls_environment
+from cluster.ray_environment import FRONT, tls_environment
 from deployments.http.server_header import NODE_HEADER, SERVER_HEADER, SERVER_VARIABLE
 from tests.cluster.haproxy_process import needs_haproxy, rendered, replaceable, running
 from tests.deployments.openai.bad_requests import Bad
@@ -90,6 +90,26 @@ def test_ingresses_stay_while_serve_names_none(tmp_path):
         assert (line in haproxy.configured(rendered(applications, tmp_path).read_text(), memory)) is kept
     for applications in ({}, {"a": none}):  # it was deleted
         assert line not in haproxy.configured(rendered(applications, tmp_path).read_text(), memory)
+
+
+def test_a_stopping_ingress_gets_requests_until_haproxy_is_told_of_another():
+    """It fails its health checks at once, and answers for some seconds more."""
+    healths = ["200 OK"]
+    asked: list[str] = []
+
+    def health() -> str:
+        asked.append(healths[-1])
+        return healths[-1]
+
+    with ingress_that(lambda connection: connection.sendall(ANSWER), health=health) as port:
+        backend = application("a", port)
+        backend.health_check_fall = int(FRONT["RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL"])
+        backend.health_check_inter = "50ms"
+        with running({"a": backend}) as (url, _, _):
+            wait_until(lambda: len(asked) >= 3)
+            healths.append("503 Service Unavailable")
+            wait_until(lambda: asked.count(healths[-1]) >= 4)
+            assert httpx.get(f"{url}/a/v1/models", timeout=20).status_code == 200
 
 
 def test_requests_tell_ingresses_which_server_and_node_they_were_sent_to():
@@ -168,8 +188,10 @@ def ingress_that(
     answer: Callable[[socket.socket], object] | None,
     tls: ssl.SSLContext | None = None,
     heads: list[bytes] | None = None,
+    health: Callable[[], str] = lambda: "200 OK",
 ) -> Iterator[int]:
-    """Its port. It is healthy. answer: to a request; None for one that is gone. heads: of requests, to be filled."""
+    """Its port. answer: to a request; None for one that is gone. heads: of requests, to be filled. health: returns the
+    status of a health check."""
     if answer is None:
         yield free_port()
         return
@@ -181,7 +203,7 @@ def ingress_that(
         ):
             head = connection.recv(1000)
             if b"healthz" in head:
-                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                connection.sendall(f"HTTP/1.1 {health()}\r\ncontent-length: 0\r\n\r\n".encode())
                 return
             if heads is not None:
                 heads.append(head)

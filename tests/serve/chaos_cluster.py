@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from tests.scrape import Scrape
-from tests.serve.fake_cluster import FakeCluster
+from tests.serve.fake_cluster import ROOT, FakeCluster
 from tests.serve.pod_environment import pod_environment
 from tests.serve.serve_run import Program, free_port, wait_until
 
@@ -47,8 +47,11 @@ class Replica:
 class ChaosCluster(Program):
     """`put` brings the application."""
 
-    def __init__(self, nodes: list[dict[str, Any]], environment: dict[str, str] | None = None):
-        """nodes: arguments of Cluster.add_node; the first is the head. environment: over that of the pods."""
+    may_fail = False  # whether Serve may call a change failed, and yet go on
+
+    def __init__(self, nodes: list[dict[str, Any]], environment: dict[str, str] | None = None, code: str = str(ROOT)):
+        """nodes: arguments of Cluster.add_node; the first is the head. environment: over that of the pods. code: as for
+        FakeCluster."""
         self._folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
         folder = Path(self._folder.name)
         self.port, self._dashboard_port = free_port(), free_port()
@@ -56,9 +59,7 @@ class ChaosCluster(Program):
         self._rest = f"http://127.0.0.1:{self._dashboard_port}/api/serve/applications/"
         stored = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(folder / "gcs")}
         head = {"include_dashboard": True, "dashboard_port": self._dashboard_port, **nodes[0]}
-        self.cluster = FakeCluster(
-            [head, *nodes[1:]], environment=pod_environment(folder) | stored | (environment or {})
-        )
+        self.cluster = FakeCluster([head, *nodes[1:]], pod_environment(folder) | stored | (environment or {}), code)
 
     def put(self, args: dict[str, Any], deployments: list[dict[str, Any]]) -> None:
         """Returns once Serve has taken the configuration, which then begins to change the application."""
@@ -68,7 +69,7 @@ class ChaosCluster(Program):
             "http_options": {"host": "127.0.0.1", "port": self.port},
             "applications": [{**app, "args": args, "deployments": deployments}],
         }
-        httpx.put(self._rest, json=config, timeout=60).raise_for_status()
+        httpx.put(self._rest, json=config, timeout=300).raise_for_status()
 
     def wait_until_running(self, replicas: dict[Role, int], timeout_s: float = STARTUP_S) -> None:
         """Until the application is as it should be: so many of each pool, and no others to come or go."""
@@ -149,7 +150,7 @@ class ChaosCluster(Program):
             application = self._application()
         except (httpx.HTTPError, LookupError):  # Serve's controller is away for now
             return False
-        assert application["status"] != "DEPLOY_FAILED", application["message"]
+        assert self.may_fail or application["status"] != "DEPLOY_FAILED", application["message"]
         if application["status"] != "RUNNING":
             return False
         states = {

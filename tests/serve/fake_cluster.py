@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import psutil
 
 from tests.serve.serve_run import Program, kill_all, ray_environment
 
+ROOT = Path(__file__).parents[2]
 NOTICE_NODE_DEATH = {  # Ray's defaults take more than 15 s
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -24,13 +26,19 @@ NOTICE_NODE_DEATH = {  # Ray's defaults take more than 15 s
 
 
 class FakeCluster(Program):
-    def __init__(self, nodes: list[dict[str, Any]], environment: dict[str, str] | None = None):
-        """nodes: arguments of Cluster.add_node; the first is the head. environment: of all nodes."""
+    def __init__(self, nodes: list[dict[str, Any]], environment: dict[str, str] | None = None, code: str = str(ROOT)):
+        """nodes: arguments of Cluster.add_node; the first is the head. environment: of all nodes. code: folder with the
+        packages of all nodes whose `env_vars` have no PYTHONPATH of their own."""
         self._folder = tempfile.TemporaryDirectory(prefix="manta", dir="/tmp")  # socket paths must be short
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, json.dumps(nodes)],
-            cwd=Path(__file__).parents[2],
-            env={**ray_environment(self._folder.name), **NOTICE_NODE_DEATH, **(environment or {})},
+            cwd=self._folder.name,  # workers look for modules in their driver's working folder first
+            env={
+                **ray_environment(self._folder.name),
+                **NOTICE_NODE_DEATH,
+                **(environment or {}),
+                "PYTHONPATH": f"{code}{os.pathsep}{ROOT}",  # `tests` are in the latter
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -251,7 +251,7 @@ class ServedModel:
         info = self.info
         return ChatOutput(
             info.name,
-            info.fingerprint,
+            context.source.fingerprint or info.fingerprint,
             generation,
             self.tokenizer,
             output_format,
@@ -275,7 +275,7 @@ class ServedModel:
             body,
             context,
             info.name,
-            info.fingerprint,
+            context.source.fingerprint or info.fingerprint,
             generation,
             self.tokenizer,
             prompts,

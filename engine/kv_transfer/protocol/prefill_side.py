@@ -160,10 +160,11 @@ class HeldRequest(PrefillHandoff):
 
     def claim(self, sender: Peer, message: Claim, now: float) -> str | None:
         """Bind the request to the first engine that claims it. Returns None, or the reason why the sender cannot have
-        it."""
+        it. If it cannot read the KV, nobody will: the request goes on there without it."""
         if self.decode is NOBODY:
             request = self.remote_request
             if message.fingerprint != request.fingerprint:
+                self.close("cancelled", now)
                 return f"fingerprint {message.fingerprint} is not that of this engine ({request.fingerprint})"
             skip = message.skip // self._block_size
             self.decode, self.lease_until = sender, now + self._config.lease_s

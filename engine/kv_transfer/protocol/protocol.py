@@ -312,6 +312,8 @@ class HandoffProtocol:
         held, problem = self.prefill_handoffs.get(message.handoff_id), "unknown"
         if not isinstance(held, HeldRequest) or (problem := held.claim(sender, message, now) or ""):
             self.out.messages.append((sender, Refused(message.handoff_id, 0, problem)))
+            if held is not None:
+                self._drop_if_over(held)
 
     def _fetched(self, sender: Peer, message: Fetch, now: float) -> None:
         """Let the step loop, which knows its cache, answer a Fetch, once."""

@@ -294,6 +294,17 @@ def test_next_attempt_has_what_is_left_until_the_first_token_is_wanted_and_nothi
     assert retry.attempt(103.0).ttft_slo_s is None
 
 
+def test_only_the_attempt_after_one_with_tokens_asks_for_the_same_numerics():
+    """Else a request would come back again and again to an engine that refuses it."""
+    retry = RetryState(request(), 3, now=0.0)
+    assert retry.attempt(0.0).numerics == ""
+    retry.numerics = "1"
+    retry.replay(EngineUnavailable("rank 0 died"))
+    assert retry.attempt(1.0).numerics == "1"
+    retry.replay(EngineUnavailable("the replica is about to stop"))
+    assert retry.attempt(2.0).numerics == ""
+
+
 def test_next_attempt_has_the_output_in_its_prompt_and_what_is_left_of_the_time():
     retry = RetryState(request(timeout_s=10.0, prompt_logprobs=1), 3, now=100.0)
     assert retry.attempt(104.0) == request(timeout_s=6.0, prompt_logprobs=1)

@@ -446,6 +446,17 @@ async def change_record(config: StoreConfig, stream_id: str, value: bytes | None
     await store.close()
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+async def test_a_complete_answer_keeps_the_fingerprint_of_the_version_that_gave_it(tmp_path, route):
+    config = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
+    async with fake_api(says("ok so"), store=config, fingerprint="fp_old") as api:
+        given = (await post(api, route, **BODIES[route])).json()
+    assert given["system_fingerprint"] == "fp_old"
+    async with fake_api(store=config, fingerprint="fp_new") as api:
+        assert (await post(api, route, **BODIES[route])).json() == given
+        assert not api.engine.added
+
+
 async def test_a_stored_answer_that_cannot_be_read_or_gone_on_with_is_an_error_by_name(tmp_path):
     config = StoreConfig(url=f"sqlite://{tmp_path}/store.db")
     async with fake_api(store=config) as api:

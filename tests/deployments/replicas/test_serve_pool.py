@@ -6,8 +6,11 @@ import asyncio
 
 import grpc
 import pytest
+from ray import serve
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
+from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError, RequestCancelledError
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview, ServeStatus
 
 from deployments.replicas.serve_pool import ServeRemotePool, _answer
 from deployments.routing.routing_context import RoutingContext
@@ -105,6 +108,27 @@ class PrefillHandle:
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
+
+
+class Handle:
+    deployment_id = DeploymentID("prefill-m", "manta")
+
+
+@pytest.mark.parametrize(
+    ("status", "running", "state"),
+    [
+        ("UPDATING", 2, "deploying"),
+        ("DEPLOY_FAILED", 2, "deploying"),  # a replica has died during an update, which goes on
+        ("DEPLOY_FAILED", 0, "down"),
+        ("UNHEALTHY", 1, "up"),
+        ("HEALTHY", 2, "up"),
+    ],
+)
+def test_a_pool_is_deploying_until_its_update_is_complete(monkeypatch, status, running, state):
+    deployment = DeploymentStatusOverview(status, "UNSPECIFIED", {"RUNNING": running}, "")
+    application = ApplicationStatusOverview("DEPLOYING", "", 0.0, {"prefill-m": deployment})
+    monkeypatch.setattr(serve, "status", lambda: ServeStatus(applications={"manta": application}))
+    assert asyncio.run(ServeRemotePool(Handle()).state()) == state
 
 
 def test_a_prefill_request_is_routed_by_the_images_of_its_prompt():

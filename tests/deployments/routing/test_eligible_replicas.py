@@ -43,6 +43,22 @@ def test_replicas_to_avoid_are_taken_only_where_no_other_has_the_model():
     assert eligible(None, "a", "b", "c") == {"a", "b", "c"}
 
 
+def test_a_text_goes_on_with_the_numerics_with_which_it_began_as_long_as_a_replica_has_them():
+    candidates: list[Any] = [
+        SimpleNamespace(replica_id=ReplicaID(name, POOL), replica_metadata=metadata)
+        for name, metadata in {"a": {"numerics": "1"}, "b": {"numerics": "1"}, "c": {"numerics": "2"}, "d": {}}.items()
+    ]
+
+    def chosen(numerics: str, *avoid: str) -> set[str]:
+        call = RoutingContext(avoid=[f"decode-m-{name}" for name in avoid], numerics=numerics)
+        return {replica.replica_id.unique_id for replica in eligible_replicas(candidates, call)}
+
+    assert chosen("1") == {"a", "b"}
+    assert chosen("1", "a") == {"b"}
+    assert chosen("1", "a", "b") == {"c", "d"}, "those that are about to stop would refuse it"
+    assert chosen("") == chosen("3") == {"a", "b", "c", "d"}
+
+
 def answering(role: str, roles: dict[str, str], *avoid: str) -> set[str]:
     """roles: as engines have reported them."""
     candidates: list[Any] = [SimpleNamespace(replica_id=ReplicaID(n, POOL), replica_metadata={}) for n in "abc"]

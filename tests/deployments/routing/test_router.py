@@ -7,6 +7,7 @@ import pickle
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -61,9 +62,9 @@ class FakeReplica:
 
 
 @asynccontextmanager
-async def router(*replicas: FakeReplica, policy: str = "prefix_aware") -> AsyncGenerator[EngineRouter]:
+async def router(*replicas: FakeReplica, policy: str = "prefix_aware", **options: Any) -> AsyncGenerator[EngineRouter]:
     made = EngineRouter(POOL, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
-    made.initialize_state(block_size=BLOCK, pools={"decode": {"policy": policy}})
+    made.initialize_state(**{"block_size": BLOCK, "pools": {"decode": {"policy": policy}}} | options)
     made.update_replicas(list(replicas))
     await asyncio.sleep(0)
     try:
@@ -94,6 +95,17 @@ async def test_calls_that_share_the_id_of_their_http_request_each_find_a_replica
     async with router(FakeReplica("a"), FakeReplica("b")) as r:
         found = await asyncio.gather(*(route(r, plain(number)) for number in range(8)))
         assert sorted(found) == ["a"] * 4 + ["b"] * 4
+
+
+async def test_options_that_only_a_later_version_has_are_ignored():
+    """While versions are replaced, a process of the old one opens handles of deployments of the new one."""
+    later = {
+        "pools": {"decode": {"policy": "round_robin", "weather_weight": 1.0}},
+        "block_size": BLOCK,
+        "weather": "fair",
+    }
+    async with router(FakeReplica("a"), FakeReplica("b"), **later) as r:
+        assert sorted([await route(r, plain(number)) for number in range(2)]) == ["a", "b"]
 
 
 async def test_a_call_is_pending_until_it_is_closed_whatever_serve_knows_of_it():

@@ -735,9 +735,11 @@ def test_a_request_that_nobody_claims_is_held_for_one_lease():
     assert w.decode.results[h].reason == "lost_lease"
 
 
-def test_a_held_request_of_another_model_is_refused():
+def test_a_held_request_of_another_model_or_version_is_refused_and_held_no_longer():
     w = World()
     h = w.prefill.hold(HELD, fingerprint="other").handoff_id
     w.decode.open(HELD, 0, w.prefill.peer, handoff_id=h)
     w.settle()
     assert w.decode.results[h].reason == "refused"
+    assert w.prefill.results[h].reason == "cancelled"
+    assert not w.prefill.protocol.prefill_handoffs
