@@ -67,6 +67,7 @@ def arguments(folder: Path, switch_roles: bool = False) -> dict[str, Any]:
     kept = {"store": f"sqlite://{folder}/store.db", "idempotency_ttl_s": 60.0, "response_ttl_s": 60.0}
     keys = {
         "api_keys": [key_line(name, f"sk-{name}") for name in (FREE, LIMITED)],
+        "admin_keys": [FREE],  # whose scrapes have the books of each key
         "key_limits": {LIMITED: {"rpm_limit": RPM_LIMIT, "tpm_limit": TPM_LIMIT}},
     }
     return {"models": [model], "ingress": {"num_replicas": 2, **kept, **keys}}
