@@ -168,6 +168,7 @@ async def _soak(
     visits, kills, last = Visits(), Counter[str](), ["nothing"]
     visitors = Visitors(server.url, clients, visits, lambda: last[0])
     async with visitors:
+        await asyncio.to_thread(server.put, given)  # Ray's dashboard grows by its first request of this kind
         await asyncio.sleep(warm_up_s)
         await visitors.read_all()
     await _at_rest(footprints)
