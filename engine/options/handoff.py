@@ -18,8 +18,8 @@ class HandoffConfig:
     role: Literal["prefill", "decode", "encode", "replica"] = field(
         metadata={
             "help": "Do not write this key: Manta sets it from the pool. `prefill` computes prompts for decode "
-            "engines; `decode` may let prefill engines compute its prompts; `encode` encodes images for both; `replica` "
-            "only moves running requests and fetches cached KV, which `decode` can also do."
+            "engines; `decode` may let prefill engines compute its prompts; `encode` encodes images for both; "
+            "`replica` only moves running requests and fetches cached KV, which `decode` can also do."
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(
