@@ -90,6 +90,7 @@ def fields(source: str, name: str) -> Iterator[tuple[str, str, str]]:
                 n.value for n in ast.walk(statement.value) if isinstance(n, ast.Constant) and isinstance(n.value, str)
             ]
             text = next((t for t in reversed(texts) if " " in t and t != default), text)
+        default = "set by Manta" if "Manta sets it" in text else default
         yield statement.target.id, default.replace("|", "\\|"), re.sub(r"\s+", " ", text).replace("|", "\\|")
 
 

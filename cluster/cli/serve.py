@@ -113,7 +113,9 @@ def written_configuration(file: Path, server: ServerFlags, *, flags: bool) -> di
         raise InvalidParameter("--api-key", "a key", "left out, as must MANTA_API_KEY: put keys into the file")
     if flags or http_options(server):
         raise InvalidParameter(
-            "MODEL", str(file), "a model, because flags cannot be combined with a configuration file"
+            "MODEL",
+            str(file),
+            "a model, because flags cannot be combined with a configuration file: write their keys into the file",
         )
     from cluster.serve_config import load  # `manta --help` does without
 

@@ -17,16 +17,17 @@ class HandoffConfig:
 
     role: Literal["prefill", "decode", "encode", "replica"] = field(
         metadata={
-            "help": "Manta sets it from the pool, so leave it out. `prefill` computes prompts for decode engines; "
-            "`decode` may let prefill engines compute its prompts; `encode` encodes images for both; `replica` only "
-            "moves running requests and fetches cached KV, which `decode` can also do."
+            "help": "Do not write this key: Manta sets it from the pool. `prefill` computes prompts for decode "
+            "engines; `decode` may let prefill engines compute its prompts; `encode` encodes images for both; "
+            "`replica` only moves running requests and fetches cached KV, which `decode` can also do."
         }
     )
     transport: Literal["auto", "tcp", "nixl"] = option(
-        "auto", "How KV blocks are transferred. `auto` uses the fastest transport that both sides have."
+        "auto",
+        "How KV blocks are transferred: `tcp`, `nixl`, or `auto`, the fastest transport that both sides have.",
     )
     policy: Literal["auto", "always", "never"] = option(
-        "auto", "Whether a decode engine lets prefill engines compute prompts; `auto` compares the costs."
+        "auto", "Whether prefill engines compute the prompts: `always`, `never`, or `auto`, which compares the costs."
     )
     lease_s: float = option(
         10.0,
