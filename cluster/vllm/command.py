@@ -30,6 +30,8 @@ class Command:
     """Our flags, and words that are not flags."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Flags that were left out, each with the reason why this is harmless."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Flags that are not supported, each with its alternative."""
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Values of flags in OBJECTS."""
     seen: dict[str, str | None] = field(default_factory=dict)
@@ -48,8 +50,8 @@ class Command:
 def translated(args: list[str]) -> Command:
     """Return the translation of `vllm serve` arguments, without `vllm serve` itself. Our own flags are kept.
 
-    Raises RequestError for an unsupported flag that would change results or capacity; the message names the
-    alternative.
+    Raises RequestError for unsupported flags that would change results or capacity; the message names each of them,
+    with the alternative.
     """
     command, rest = Command(), _repeated(_with_file(args))
     while rest:
@@ -59,6 +61,8 @@ def translated(args: list[str]) -> Command:
             continue
         name, equals, value = word.partition("=")
         _take(command, _dashed(name), value if equals else None, rest)
+    if command.refused:
+        raise RequestError("; ".join(f"{name} is not supported: {note}" for name, note in command.refused.items()))
     _share_experts(command)
     for flag, content in command.objects.items():
         _add_object(command, flag, content)
@@ -109,7 +113,7 @@ def _take(command: Command, name: str, value: str | None, rest: list[str]) -> No
         _merge(command, base, path, value)
     elif row is None or row.effect == "refused":
         assert row is not None, base
-        raise RequestError(f"{name} is not supported: {row.note}")
+        command.refused[name] = row.note
     elif row.effect == "ignored":
         command.ignored[name] = row.note
     else:

@@ -62,6 +62,14 @@ def test_what_would_change_results_or_capacity_ends_with_exit_code_1(monkeypatch
     assert line.startswith("manta: --cpu-offload-gb is not supported: weights always stay on the device")
 
 
+def test_all_unsupported_flags_of_a_command_are_named_at_once():
+    with pytest.raises(RequestError) as refusal:
+        translated(["--cpu-offload-gb", "4", "--dtype", "float32", "--grpc", "--ssl-ciphers=AES"])
+    reasons = str(refusal.value).split("; ")
+    named = [reason.partition(" is not supported: ")[0] for reason in reasons if " is not supported: " in reason]
+    assert named == ["--cpu-offload-gb", "--grpc", "--ssl-ciphers"]
+
+
 def test_flags_with_another_name_do_what_they_do_in_vllm_with_underscores_too():
     given = ["--data-parallel-size=3", "--num_gpu_blocks_override", "64", "--max_model_len", "128", "-asc", "2"]
     found = configured("pocket", *given, "--no-async-scheduling", "--max-num-queued-reqs", "9")
