@@ -6,7 +6,7 @@ import hashlib
 
 from engine.config import EngineConfig
 from engine.devices.device_kind import kind_of
-from engine.model.ops.dispatch import cpu_kernels
+from engine.model.ops import dispatch
 from engine.runner.rank_setup import RankSetup
 
 DIGITS = 16
@@ -18,7 +18,7 @@ def why_not_canonical(setup: RankSetup) -> str:
     dtype = str(setup.dtype).removeprefix("torch.")
     reasons = {
         "bits depend on the batch on a GPU": setup.torch_device.type != "cpu",
-        f"bits depend on the batch in {dtype} without Manta's kernels": not cpu_kernels(
+        f"bits depend on the batch in {dtype} without Manta's kernels": not dispatch.cpu_kernels(
             setup.dtype, setup.torch_device
         ),
         "bits depend on the batch with quantized weights": model.quantization is not None,

@@ -44,6 +44,6 @@ def test_every_file_that_a_help_text_names_is_among_them():
 def test_pyproject_is_the_one_place_of_the_version_that_pages_and_manifests_name():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     files = [file for kind in ("docs/*.md", "k8s/**/*.yaml", "k8s/**/*.md", "k8s/docker/*") for file in ROOT.glob(kind)]
-    named = re.compile(r"(?:manta_serve-|manta:|newTag: |\b(?:appV|v)ersion: )(\d+\.\d+\.\d+)")
+    named = re.compile(r"(?:manta_serve-|manta:|newTag: |(?<!/)\b(?:appV|v)ersion: )(\d+\.\d+\.\d+)")
     found = {(file.name, number) for file in files if file.is_file() for number in named.findall(file.read_text())}
     assert len(found) >= 5 and {number for _, number in found} == {version}, found

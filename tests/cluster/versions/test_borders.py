@@ -18,7 +18,9 @@ WITHIN_AN_ENGINE = {
 """What ranks, an engine and its replica send each other: they are of one version (placement/rank_group.py)."""
 OF_ONE_VERSION = {"AnyGraph", "CommitDetails", "Ended", "Input", "ObjectGraph"}
 """The state and the inputs on a tape, which only those open who know the digest of their classes."""
-NOT_EXCHANGED = {"ChatAnswer", "Earlier", "Entry", "Measured", "StreamChunk", "TensorHeader", "UserId"}
+NOT_EXCHANGED = {
+    "ChatAnswer", "Compared", "Earlier", "Entry", "Measured", "StreamChunk", "TensorHeader", "UserId", "WellKnown",
+}  # fmt: skip
 """Files and answers of others, and files that a command writes for itself."""
 FOR_COMMANDS = {"ClusterState", "RequestTimeline", "VersionDescription"}
 """What `manta top` and `manta explain` read from a server, and what `manta check` reads."""

@@ -256,7 +256,7 @@ def test_requests_of_another_model_are_refused_their_kv(ranks):
         assert len(movers.streams["a"].tokens) == 150
         movers.settle()
         assert movers.prefill.scheduler.parts[Handoffs].moves == {"failed": 1}
-        assert movers.decode.scheduler.parts[Handoffs].moves == {"expired": 1}
+        assert movers.decode.scheduler.parts[Handoffs].moves == {"cancelled": 1}
 
 
 @pytest.mark.slow

@@ -444,7 +444,7 @@ def test_a_missing_field_is_named(read):
             r"code from a model's folder is never run \(trust_remote_code\)",
         ),
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "no causal language model"),
-        ({"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}, "sparse, with an indexer"),
+        ({"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}, "attention to compressed tokens"),
         ({"architectures": ["JambaForCausalLM"], "model_type": "jamba"}, "recurrent state"),
     ],
     ids=["unknown", "remote code", "encoder-decoder", "DeepSeek V4", "recurrent"],

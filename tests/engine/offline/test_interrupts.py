@@ -15,6 +15,14 @@ PROMPTS = [[5, 6, 7], [8, 9], [10] * 20]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
+@pytest.fixture(autouse=True)
+def pythons_handler():
+    """Whatever a runner of tests, or a test before, has made of Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def llm(folder):
     with LLM(folder, num_gpu_blocks_override=64, max_num_seqs=2, num_threads=1) as llm:

@@ -31,7 +31,7 @@ def config_of(tmp_path, config) -> ModelConfig:
     ("config", "reason"),
     [
         (transformers.DiffLlamaConfig, "a layer attends twice"),
-        (transformers.MiMoV2FlashConfig, "its keys and values differ in size"),
+        (transformers.MiMoV2FlashConfig, "its values are smaller than its keys"),
         (transformers.FalconConfig, "has no exchangeable attention for it"),
         (transformers.MambaConfig, "some or all of its layers keep a recurrent state"),
         (transformers.JambaConfig, "some or all of its layers keep a recurrent state"),
