@@ -134,7 +134,6 @@ async def running_engine(
         max_num_seqs=MAX_NUM_SEQS,
         num_threads=1,
         handoff=handoff,
-        kv_check_every=0,  # tests count what is computed
         enable_lora=enable_lora,
     )
     engine = await asyncio.to_thread(EngineServer, config, engine_id=engine_id, status_to=replica.status_to)

@@ -11,7 +11,7 @@ from deployments.http.server_header import NODE_HEADER
 from deployments.observability.prometheus import Metrics
 from deployments.observability.stats import IngressStats
 from tests.deployments.fake_api import fake_api, says, until
-from tests.deployments.real_api import RealApi, real_api, real_api_with_prefill
+from tests.deployments.real_api import BLOCK_SIZE, RealApi, real_api, real_api_with_prefill
 from tests.scrape import Scrape
 
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -168,7 +168,8 @@ async def test_what_routers_count_is_told_apart_by_the_pool_that_they_send_to(fo
         # this ingress has no router: it has its one engine at hand
         assert scrape.sum("manta_routed_requests_total", ingress="ingress-1", pool="decode") == 0
         assert scrape.sum("vllm:iteration_tokens_total_sum", engine="prefill-1") == 40
-        assert scrape.sum("vllm:iteration_tokens_total_sum", engine="decode-1") == 3
+        checked = BLOCK_SIZE  # a block that came is computed again, by then or later
+        assert scrape.sum("vllm:iteration_tokens_total_sum", engine="decode-1") in (3, 3 + checked)
         assert scrape.sum("manta_handoffs_total", result="received") == 1
 
 
