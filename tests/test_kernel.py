@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "reading_path.md"
 # Lines that are not blank, by room, and files. They may only be lowered; 7,000 in 80 is the aim.
 LIMITS = {
     "top": 567,
-    "wire": 626,
+    "wire": 625,
     "text": 408,
     "distributed": 758,
     "model": 2_288,

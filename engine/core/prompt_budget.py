@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.core.door.kernel import ModelLimits
 from engine.core.kv_cache_manager import KVCacheManager
@@ -71,13 +71,13 @@ class PromptBudget:
         ahead, ranks = Counter[tuple[int, str]](), []
         for priority, left, arrival, request in found:
             ahead[priority, request.client] += left
-            ranks.append((priority, self._due(request, now), ahead[priority, request.client], arrival, request))
+            ranks.append((priority, self._due(request, left, now), ahead[priority, request.client], arrival, request))
         return [request for *_, request in sorted(ranks, key=lambda row: row[:4])]
 
-    def _due(self, request: Request, now: float) -> float:
+    def _due(self, request: Request, left: int, now: float) -> float:
         """Return when the client wants the first token, if there is just time for that; else infinity."""
         by = request.clock.first_token_by if request.clock.first_token_at is None else math.inf
-        takes_s = self.left_of(request) * self._pace + self._max_s  # and the step that runs when it arrives
+        takes_s = left * self._pace + self._max_s  # and the step that runs when it arrives
         return by if now < by <= now + HASTE * takes_s else math.inf
 
     def kept_for(self, oldest: Request, tokens: int) -> int:
@@ -103,12 +103,11 @@ class PromptBudget:
         count = min(request.pending, room)
         return count if alone else min(count, self._threshold)
 
-    def may_be_partial(self, request: Request, running: Iterable[Request]) -> bool:
+    def may_be_partial(self, request: Request, running: Sequence[Request]) -> bool:
         """Return whether one more prompt may be computed partially. running: prompts that are being computed."""
         most, most_long = self._config.max_num_partial_prefills, self._config.max_long_partial_prefills
-        partial = [other.pending for other in running if other.pending > 1]
-        if most is not None and len(partial) >= most:
+        if most is not None and sum(other.pending > 1 for other in running) >= most:
             return False
         if most_long is None or self.left_of(request) <= self._long:
             return True
-        return sum(pending > self._long for pending in partial) < most_long
+        return sum(other.pending > max(1, self._long) for other in running) < most_long

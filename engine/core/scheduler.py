@@ -166,10 +166,11 @@ class Scheduler:
             self.finish(request, "error" if error else reason, now, error=error)
 
     def _abort_overdue(self, now: float) -> None:
-        clocks = [(request.clock.deadline_at, request) for request in self.queue.live.values()]
-        self.next_deadline = min((deadline for deadline, _ in clocks if deadline > now), default=math.inf)
-        for deadline, request in clocks:
-            if deadline <= now and request.state is not State.LEASED:
+        live = [request for request in self.queue.live.values() if request.state is not State.LEASED]
+        deadlines = [(request.clock.deadline_at, request) for request in live]
+        self.next_deadline = min((deadline for deadline, _ in deadlines if deadline > now), default=math.inf)
+        for deadline, request in deadlines:
+            if deadline <= now:
                 error = RequestTimeout(request.request_id, deadline - request.clock.arrived_at)
                 self.abort(request.request_id, now, error)
 

@@ -48,8 +48,7 @@ class GenerateRequest(Asking, frozen=True, kw_only=True, omit_defaults=True):
     as output for penalties, min_tokens and max_tokens. None if all tokens are prompt."""
     model: ModelIdentity | None = None
     """Model that must serve the request: replicas of other models refuse it. None allows any."""
-    session_id: str = ""
-    """Session key: routers send requests of one session to one engine if they can. Engines ignore it."""
+    session_id: str = ""  #: routers send requests of one session to one engine if they can; engines ignore it
     numerics: str = ""  #: digest of what computed its output so far; routers prefer engines with the same one
     on_trial: bool = False
     """Whether it is tried apart from others that ran in an engine that ended by itself, because it may be the cause."""
