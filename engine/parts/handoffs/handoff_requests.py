@@ -43,10 +43,16 @@ class HandoffRequests:
         return f"{request.request_id}/{self.peer.epoch:x}.{self._count}"
 
     def prompt(
-        self, request: Request, handoff_id: str, decode: Peer, skip: int = 0, timeout_s: float | None = None
+        self,
+        request: Request,
+        handoff_id: str,
+        decode: Peer,
+        skip: int = 0,
+        timeout_s: float | None = None,
+        ttft_slo_s: float | None = None,
     ) -> RemoteRequest:
         """Return the RemoteRequest for the KV of all known tokens of a request but the first `skip`. decode: the engine
-        that will read it. timeout_s: seconds that the request waits for it."""
+        that will read it. timeout_s: seconds that the request waits for it. ttft_slo_s: as in RemoteRequest."""
         return RemoteRequest(
             handoff_id=handoff_id,
             request_id=request.request_id,
@@ -61,6 +67,7 @@ class HandoffRequests:
             decode=decode,
             client=request.client,
             timeout_s=timeout_s,
+            ttft_slo_s=ttft_slo_s,
         ).asking(PromptImages.of(images_of(request)), adapter_of(request))
 
     def prefix(self, request: Request, skip: int, upto: int, timeout_s: float) -> RemoteRequest:

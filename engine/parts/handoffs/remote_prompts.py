@@ -6,8 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
-
 from engine.core.request import Request
 from engine.costs.request_cost import cost_of
 from engine.errors import EngineUnavailable
@@ -111,9 +109,9 @@ class RemotePrompts:
         clock = request.clock
         timeout_s = None if math.isinf(clock.deadline_at) else max(0.0, clock.deadline_at - now)
         handoff_id = requests.new_id(request) if source is None else source.handoff_id
-        remote_request = requests.prompt(request, handoff_id, requests.peer, cached, timeout_s)
-        if clock.first_token_by < math.inf and clock.first_token_at is None:
-            remote_request = msgspec.structs.replace(remote_request, ttft_slo_s=clock.first_token_by - now)
+        is_wanted = clock.first_token_by < math.inf and clock.first_token_at is None
+        ttft_slo_s = clock.first_token_by - now if is_wanted else None
+        remote_request = requests.prompt(request, handoff_id, requests.peer, cached, timeout_s, ttft_slo_s)
         remote_of(request).handoff_id = handoff_id
         self.receiving[handoff_id] = request
         self.opened_at[handoff_id] = now
