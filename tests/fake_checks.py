@@ -35,9 +35,7 @@ class Checks(Harness):
         self._every = every
         self.compared: list[KVCompared] = []
         super().__init__(**options)
-        for kind in (KVOffloading, KVFetching, Handoffs):
-            if (source := self.scheduler.parts.get(kind)) is not None:
-                source.arrivals = self.check_part
+        self.check_part.listen_to(*map(self.scheduler.parts.get, (KVOffloading, KVFetching, Handoffs)))
 
     def more_parts(self) -> list[Part]:
         return [KVCheck(self._every, self.config.max_num_batched_tokens)]

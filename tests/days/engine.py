@@ -202,9 +202,7 @@ class Engine:
         check = None
         if cluster.size.checks and handoff.role != "encode":
             check = KVCheck(cluster.size.checks, config.max_num_batched_tokens, adapters)
-            for source in (offloading, fetching, handoffs):
-                if source is not None:
-                    source.arrivals = check
+            check.listen_to(offloading, fetching, handoffs)
         stages, speculation = cluster.size.stages, list[Part]()
         if cluster.size.drafts:
             drafting = SpeculativeConfig(method="ngram")

@@ -92,6 +92,12 @@ class KVCheck(Part):
         super().attach(kernel)
         self._kernel = kernel
 
+    def listen_to(self, *sources: BlockSource | None) -> None:
+        """Hear of the blocks that come by these, as far as the engine has them."""
+        for source in sources:
+            if source is not None:
+                source.arrivals = self
+
     @property
     def awaits(self) -> bool:
         """Whether ranks have not answered yet."""

@@ -28,12 +28,10 @@ def make(setup: PartSetup) -> Made:
     every = config.kv_check_every or EVERY
     logger.info("KV from tiers and other engines is checked with at most one in %d computed tokens", every)
     check = KVCheck(every, config.max_num_batched_tokens, setup.part("lora", AdapterSlots))
-    for source in (
+    check.listen_to(
         setup.part("kv_tiers", KVOffloading),
         setup.part("kv_fetching", KVFetching),
         setup.part("handoffs", Handoffs),
-    ):
-        if source is not None:
-            source.arrivals = check
+    )
     courier = KVCheckCourier(check, comparer, setup.group.size, setup.broadcaster)
     return Made([check], [courier], [HiddenChecks()])
