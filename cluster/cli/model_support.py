@@ -8,14 +8,15 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import UnsupportedArchitecture
+from engine.model import families
 from engine.model.checkpoint.gguf import families as gguf
-from engine.model.families import family as families
-from engine.model.families.encoders import ENCODERS
+from engine.model.families.family import find_family
 from engine.model.families.refused import REFUSED
+from engine.model.families.transformers_family import TRANSFORMERS, TransformersFamily
 
 COMPARED = Path(families.__file__).with_name("compared.json")
 """Written by `python -m tests.compared`."""
-WELL_KNOWN = Path(families.__file__).with_name("well_known.json")
+WELL_KNOWN = COMPARED.with_name("well_known.json")
 # Architectures whose GGUF files become another one's folder.
 OTHER_GGUF = {"Qwen3NextForCausalLM": ["qwen3next"], "Glm4MoeLiteForCausalLM": ["deepseek2"]}
 
@@ -68,14 +69,11 @@ def support_by_name(architecture: str, text: str = "") -> str:
     if architecture in REFUSED:
         return f"is refused: {UnsupportedArchitecture(architecture, REFUSED[architecture])}"
     computed = text or architecture
-    base = computed.removesuffix("ForSequenceClassification").removesuffix("Model").removesuffix("Text")
-    native = base.removesuffix("ForMaskedLM") + "Model" in ENCODERS or computed in families.families()
-    native = native or f"{base}ForCausalLM" in families.families()
-    return support(computed, native)
+    is_foreign = computed in TRANSFORMERS or isinstance(find_family(computed), TransformersFamily)
+    return support(computed, native=not is_foreign)
 
 
 def _as_gguf(architecture: str) -> str:
-    tables = [*gguf.FAMILIES.items(), ("llama", gguf.MIXTRAL), ("olmo2", gguf.OLMO3), ("deepseek2", gguf.DEEPSEEK_V2),
-              ("mistral3", gguf.MINISTRAL3)]  # fmt: skip
+    tables = [*gguf.FAMILIES.items(), *((name, family) for name, (_, family) in gguf.VARIANTS.items())]
     names = OTHER_GGUF.get(architecture) or [name for name, family in tables if family.architecture == architecture]
     return f"; as GGUF: {', '.join(names)}" if names else ""

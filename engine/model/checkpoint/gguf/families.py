@@ -216,13 +216,25 @@ FAMILIES = {
         more=(experts.gpt_oss,),
     ),
 }  # fmt: skip
-MIXTRAL = GGUFFamily("MixtralForCausalLM", "mixtral", rotated_pairs=True, more=(experts.mixtral,))
-OLMO3 = GGUFFamily("Olmo3ForCausalLM", "olmo3")
-DEEPSEEK_V2 = replace(FAMILIES["deepseek2"], architecture="DeepseekV2ForCausalLM", model_type="deepseek_v2")
-MINISTRAL3 = GGUFFamily(
-    "Ministral3ForCausalLM", "ministral3", rotated_pairs=True, yarn=rope.ministral_yarn,
-    reads=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
-)  # fmt: skip
+VARIANTS: dict[str, tuple[Callable[[Keys], bool], GGUFFamily]] = {
+    "llama": (
+        lambda keys: bool(keys.get("expert_count")),
+        GGUFFamily("MixtralForCausalLM", "mixtral", rotated_pairs=True, more=(experts.mixtral,)),
+    ),
+    "olmo2": (lambda keys: bool(keys.get("attention.sliding_window")), GGUFFamily("Olmo3ForCausalLM", "olmo3")),
+    "deepseek2": (
+        lambda keys: keys.get("expert_gating_func") != experts.SIGMOID,
+        replace(FAMILIES["deepseek2"], architecture="DeepseekV2ForCausalLM", model_type="deepseek_v2"),
+    ),
+    "mistral3": (
+        lambda keys: bool(keys.get("attention.temperature_scale")),
+        GGUFFamily(
+            "Ministral3ForCausalLM", "ministral3", rotated_pairs=True, yarn=rope.ministral_yarn,
+            reads=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
+        ),
+    ),
+}  # fmt: skip
+"""Second families that llama.cpp has under the same name: whether a file is of the second, and that family."""
 
 
 def family(metadata: Metadata) -> GGUFFamily:
@@ -230,13 +242,8 @@ def family(metadata: Metadata) -> GGUFFamily:
     name = metadata.get("general.architecture")
     if name not in FAMILIES:
         raise GGUFError(f"general.architecture = {name!r} is not supported: must be one of {', '.join(FAMILIES)}")
-    keys = Keys(metadata)
-    if name == "llama" and keys.get("expert_count"):
-        return MIXTRAL
-    if name == "olmo2" and keys.get("attention.sliding_window"):
-        return OLMO3
-    if name == "deepseek2" and keys.get("expert_gating_func") != experts.SIGMOID:
-        return DEEPSEEK_V2
-    if name == "mistral3" and keys.get("attention.temperature_scale"):
-        return MINISTRAL3
+    if (variant := VARIANTS.get(name)) is not None:
+        is_second, second = variant
+        if is_second(Keys(metadata)):
+            return second
     return FAMILIES[name]

@@ -9,6 +9,7 @@ Metadata = Mapping[str, Any]
 Fields = dict[str, Any]
 COUNT = range(1, 1 << 16)
 MAX_LAYERS = 1 << 12
+SIZE_OR_NONE = range(1 << 24)  # of a part that a model need not have
 # The range of each whole number that is read, by its name behind the architecture's. Others are positive sizes.
 RANGES = {
     "block_count": range(1, MAX_LAYERS), "attention.head_count": COUNT, "attention.head_count_kv": COUNT,
@@ -17,7 +18,7 @@ RANGES = {
          "expert_shared_count", "expert_group_count", "expert_group_used_count", "leading_dense_block_count",
          "expert_feed_forward_length", "expert_shared_feed_forward_length", "feed_forward_length",
          "attention.shared_kv_layers", "embedding_length_per_layer_input", "altup.active_idx", "moe_latent_size"),
-        range(1 << 24),
+        SIZE_OR_NONE,
     ),
 }  # fmt: skip
 SIZE = range(1, 1 << 28)
@@ -52,7 +53,9 @@ class Keys:
     def size(self, name: str, default: int | None = None) -> int:
         """Return a whole number in its range. Raises GGUFError, also for a missing one without a default."""
         value = self[name] if default is None else self.get(name, default)
-        allowed = RANGES.get(name, SIZE)
+        return self._whole(name, value, RANGES.get(name, SIZE))
+
+    def _whole(self, name: str, value: Any, allowed: range) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
             limit = f"a whole number from {allowed[0]:,} to {allowed[-1]:,}"
             raise GGUFError(f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be {limit}")
@@ -72,12 +75,7 @@ class Keys:
 
     def sizes(self, name: str, default: int | None = None) -> list[int]:
         """Return a whole number for each layer, from 0 on. Raises GGUFError."""
-        values = self.per_layer(name, default)
-        for value in values:
-            if not isinstance(value, int) or isinstance(value, bool) or value not in range(1 << 24):
-                limit = f"a whole number from 0 to {(1 << 24) - 1:,}"
-                raise GGUFError(f"{self.prefix}.{name} = {str(value)[:100]} is not supported: must be {limit}")
-        return values
+        return [self._whole(name, value, SIZE_OR_NONE) for value in self.per_layer(name, default)]
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a positive number. Raises GGUFError, also for a missing one without a default."""

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine.model.checkpoint.gguf import experts
 from engine.model.checkpoint.gguf.entry import Entry, Runs
-from engine.model.checkpoint.gguf.keys import Fields, GGUFError, Metadata, num_layers
+from engine.model.checkpoint.gguf.keys import Fields, GGUFError, Keys, Metadata, num_layers
 from engine.model.checkpoint.gguf.source import GGUFSource
 
 
@@ -25,7 +25,7 @@ class LinearHeads:
 
     @classmethod
     def read(cls, metadata: Metadata) -> LinearHeads:
-        keys = GGUFSource(metadata, {}).keys
+        keys = Keys(metadata)
         key_heads, value_heads = keys.size("ssm.group_count", 1), keys.size("ssm.time_step_rank", 1)
         if value_heads % key_heads:
             raise GGUFError(

@@ -25,11 +25,17 @@ class GGUFSource:
     @property
     def parts(self) -> set[str]:
         """The names of the tensors that layers have, without the number of the layer."""
-        return {name.partition(".")[2].partition(".")[2] for name in self.tensors if name.startswith("blk.")}
+        return set(map(_part, self.tensors)) - {""}
 
     def shape(self, part: str) -> tuple[int, ...]:
         """Return the shape of a tensor in the first layer that has it. Raises GGUFError if none has it."""
         for name, entry in self.tensors.items():
-            if name.startswith("blk.") and name.partition(".")[2].partition(".")[2] == part:
+            if _part(name) == part:
                 return entry.shape
         raise GGUFError(f"it has no tensor {part}")
+
+
+def _part(name: str) -> str:
+    """Return the name of a layer's tensor without the number of the layer; empty for another tensor."""
+    block, _, rest = name.partition(".")
+    return rest.partition(".")[2] if block == "blk" else ""
