@@ -45,6 +45,16 @@ def run_load(
     return asyncio.run(asyncio.wait_for(_run_load(url, bodies, at_least, change, reconnect), limit_s))
 
 
+async def carry_out(change: Callable[[], None], ended: asyncio.Event) -> float:
+    """Carry out a change beside what runs, set `ended` even if it fails, and return the seconds that it took."""
+    started = time.monotonic()
+    try:
+        await asyncio.to_thread(change)
+    finally:
+        ended.set()
+    return time.monotonic() - started
+
+
 async def _run_load(
     url: str, bodies: list[dict[str, Any]], at_least: int, change: Callable[[], None], reconnect: bool
 ) -> Loaded:
@@ -63,12 +73,7 @@ async def _run_load(
 
     async def one_change() -> None:
         await begun.wait()
-        started = time.monotonic()
-        try:
-            await asyncio.to_thread(change)
-        finally:
-            found.change_s = time.monotonic() - started
-            changed.set()
+        found.change_s = await carry_out(change, changed)
 
     limits = httpx.Limits(max_keepalive_connections=0) if reconnect else httpx.Limits()
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits) as client:

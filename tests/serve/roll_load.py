@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from tests.serve.chaos_load import carry_out
+
 WORDS = ("ocean", "lamp", "winter", "dog", "music", "river", "stone", "letter")
 LIMIT_S = 1800.0
 CLIENTS = 8
@@ -141,12 +143,7 @@ async def _run(url: str, wanted: Sequence[Ask], at_least: int, change: Callable[
     async def one_change() -> None:
         while sum(bool(answer.arrivals or answer.problem) for answer in load.answers) < clients:
             await asyncio.sleep(0.01)
-        began = time.monotonic()
-        try:
-            await asyncio.to_thread(change)
-        finally:
-            load.change_s = time.monotonic() - began
-            changed.set()
+        load.change_s = await carry_out(change, changed)
 
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None)) as client:
         await asyncio.gather(one_change(), *(one_client(client) for _ in range(clients)))
