@@ -76,6 +76,11 @@ class FakeCluster(Program):
         files = sorted(Path(self._folder.name).rglob("worker-*.err"))
         return [line for file in files for line in file.read_text(errors="replace").splitlines()]
 
+    def labels(self, node_id: str) -> dict[str, str]:
+        """Of a node."""
+        labels: dict[str, str] = self._ask("labels", node_id)
+        return labels
+
     def processes(self) -> list[psutil.Process]:
         parent = psutil.Process(self._process.pid)
         return [parent, *parent.children(recursive=True)]
@@ -128,6 +133,8 @@ def main() -> None:
             cluster.head_node.kill_gcs_server()
         elif command == "start_gcs":
             cluster.head_node.start_gcs_server()
+        elif command == "labels":
+            (result,) = [n["Labels"] for n in ray.nodes() if n["NodeID"] == argument]
         elif command == "groups":
             groups = ray.util.placement_group_table().values()
             result = len([group for group in groups if group["state"] != "REMOVED"])

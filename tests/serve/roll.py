@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import pytest
+
 from tests.serve.kept_records import Kept, Records
 from tests.serve.roll_load import HEADING, Answer, Load, ask_all, asks, other_texts, run_load
+from tests.serve.serve_run import wait_until
 from tests.serve.version_cluster import VersionCluster
 
+BOOKED_S = 30.0  # until the books have all
 Part = tuple[Answer, int, int]  # tokens [begin, end) of an answer, after a border
 
 
@@ -21,6 +25,7 @@ class Roll:
         self._alone: list[list[Answer]] = []
         self._open: list[Part] = []
         self._kept: list[Kept] = []
+        self._billed = 0.0  # seconds of engines, by what answers say
         self._wrong: list[str] = []
         print(f"\n{HEADING}")
 
@@ -44,12 +49,12 @@ class Roll:
 
     def _forth_with_kills(self) -> None:
         self.cluster.ask_for("new")
-        self.cluster.wait_for(1, "new")
+        self.cluster.wait_for_first("new")
         self.cluster.roll_to("old")
         self.cluster.ask_for("new")
-        self.cluster.wait_for(1, "new")
+        self.cluster.wait_for_first("new")
         self.cluster.kill_one_of("old")
-        self.cluster.wait_for(2, "new")
+        self.cluster.wait_for_all("new")
         self.cluster.kill_one_of("new")
         self.cluster.wait_until_rolled_to("new")
 
@@ -57,6 +62,8 @@ class Roll:
         load = run_load(self.cluster.url, self.asks, streams, change, self.clients)
         print(load.line(what), flush=True)
         self._wrong += load.problems
+        self._billed += load.compute_s
+        self._check_bill(what)
         self._open += [
             (answer, begin, end)
             for answer in load.crossed
@@ -78,6 +85,13 @@ class Roll:
         asked = [(a.prompt + a.tokens[:begin], end - begin) for a, begin, end in self._open]
         told = ask_all(self.cluster.url, asked)
         self._open = [part for part, tokens in zip(self._open, told, strict=True) if _tokens(part) != tokens]
+
+    def _check_bill(self, what: str) -> None:
+        """What was taken from the budget is what answers say, whichever version wrote it."""
+        try:
+            wait_until(lambda: self.cluster.spent() == pytest.approx(self._billed, rel=1e-6), BOOKED_S)
+        except AssertionError:
+            self._wrong.append(f"{what}: {self._billed} s are billed, and {self.cluster.spent()} s in the books")
 
     def _check_records(self, records: Records, name: str) -> None:
         """All that was left so far, by either version."""

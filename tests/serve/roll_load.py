@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from tests.serve.chaos_load import carry_out
+from tests.serve.version_cluster import AS_OPERATOR, AS_STREAMS
 
 WORDS = ("ocean", "lamp", "winter", "dog", "music", "river", "stone", "letter")
 LIMIT_S = 1800.0
@@ -30,7 +31,8 @@ class Ask:
     def body(self, prompt: str | list[int], tokens: int) -> dict[str, Any]:
         """Return a request with another prompt, for so many tokens."""
         drawn = {"temperature": 0} if self.seed is None else {"temperature": 1.0, "seed": self.seed}
-        return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, **drawn}
+        said = {"return_token_ids": True, "usage": {"include": True}}
+        return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **said, **drawn}
 
 
 def asks(tokens: int) -> list[Ask]:
@@ -40,13 +42,15 @@ def asks(tokens: int) -> list[Ask]:
 
 @dataclass(slots=True)
 class Answer:
-    """tokens: of its text. borders: numbers of tokens after which it went on with other numerics."""
+    """tokens: of its text. borders: numbers of tokens after which it went on with other numerics. compute_s: what it
+    has cost, in seconds of engines."""
 
     ask: Ask
     asked_at: float
     tokens: list[int] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
     borders: list[int] = field(default_factory=list)
+    compute_s: float = 0.0
     arrivals: list[float] = field(default_factory=list)
     problem: str | None = None
 
@@ -75,8 +79,9 @@ class Answer:
             self.arrivals.append(time.monotonic())
             self.tokens += choice.get("token_ids") or []
             self.prompt = self.prompt or choice.get("prompt_token_ids") or []
-        usage = event.get("usage") or {}
-        self.borders = [border["tokens"] for border in usage.get("numerics_borders", ())]
+        if usage := event.get("usage"):
+            self.borders = [border["tokens"] for border in usage.get("numerics_borders", ())]
+            self.compute_s = usage["cost_details"]["compute_seconds"]
 
 
 @dataclass(slots=True)
@@ -91,6 +96,10 @@ class Load:
     @property
     def crossed(self) -> list[Answer]:
         return [answer for answer in self.answers if answer.borders]
+
+    @property
+    def compute_s(self) -> float:
+        return sum(answer.compute_s for answer in self.answers)
 
     @property
     def first_token_s(self) -> list[float]:
@@ -145,7 +154,8 @@ async def _run(url: str, wanted: Sequence[Ask], at_least: int, change: Callable[
             await asyncio.sleep(0.01)
         load.change_s = await carry_out(change, changed)
 
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None)) as client:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits, headers=AS_STREAMS) as client:
         await asyncio.gather(one_change(), *(one_client(client) for _ in range(clients)))
     return load
 
@@ -184,5 +194,5 @@ async def _ask_all(url: str, prompts: Sequence[tuple[list[int], int]]) -> list[l
         found: list[int] = answer.json()["choices"][0]["token_ids"]
         return found
 
-    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, headers=AS_OPERATOR) as client:
         return list(await asyncio.gather(*(ask(client, prompt, tokens) for prompt, tokens in prompts)))

@@ -1,7 +1,6 @@
 """The Serve configuration of each Kubernetes overlay, put to a real Ray cluster by REST, as the KubeRay operator does.
 
-The cluster has fake GPUs and labels, and runs with the environment that all Ray pods have. Where a model would have to
-be downloaded, the bundled one is served instead, with its own context length; all else is as it stands.
+The cluster has fake GPUs and labels, and runs with the environment that all Ray pods have.
 """
 
 from __future__ import annotations
@@ -10,16 +9,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 import yaml
 
-from deployments.frontend.api_keys import hash_key
-from tests.serve.fake_cluster import FakeCluster
-from tests.serve.pod_environment import pod_environment
-from tests.serve.serve_run import free_port, wait_until
+from tests.serve.k8s_head import Head
+from tests.serve.serve_run import wait_until
 
 pytestmark = [
     pytest.mark.serve,
@@ -28,7 +23,6 @@ pytestmark = [
 ]
 
 K8S = Path(__file__).parents[2] / "k8s"
-KEY = "sk-of-a-test"
 STARTUP_S = 150.0
 WORKERS = [  # between them they have a place for every overlay; pods of the overlays are larger
     {"num_cpus": 9, "num_gpus": 2, "labels": {"pool": "decode"}},
@@ -44,56 +38,10 @@ REPLICAS = {  # of each deployment, when nobody asks anything
 }
 
 
-class Head:
-    """What the operator sees of a Ray cluster."""
-
-    def __init__(self, folder: Path):
-        self.dashboard, self.port = f"http://127.0.0.1:{free_port()}", free_port()
-        self._keys = folder / "keys"
-        self._keys.write_text(f"tests:{hash_key(KEY)}\n")
-        head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": int(self.dashboard.rpartition(":")[2])}
-        self.cluster = FakeCluster([head, *WORKERS], environment=pod_environment(folder))
-
-    def put(self, config: dict[str, Any]) -> None:
-        """Raises httpx.HTTPStatusError."""
-        answer = httpx.put(f"{self.dashboard}/api/serve/applications/", json=self._fit(config), timeout=60)
-        answer.raise_for_status()
-
-    def status(self) -> tuple[str, dict[str, int]]:
-        """The application's status, and the number of running replicas of each deployment."""
-        found = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=30).json()
-        application = found["applications"]["manta"]
-        assert application["status"] != "DEPLOY_FAILED", application["message"]
-        replicas = {
-            name: sum(replica["state"] == "RUNNING" for replica in deployment["replicas"])
-            for name, deployment in application["deployments"].items()
-        }
-        return application["status"], replicas
-
-    def complete(self, model: str) -> httpx.Response:
-        ask = {"model": model, "prompt": "An ocean is", "max_tokens": 8, "temperature": 0}
-        url = f"http://127.0.0.1:{self.port}/v1/completions"
-        return httpx.post(url, json=ask, headers={"authorization": f"Bearer {KEY}"}, timeout=60)
-
-    def _fit(self, config: dict[str, Any]) -> dict[str, Any]:
-        """For this machine: its ports, and a model and a file of keys that it has."""
-        for application in config["applications"]:
-            args = application["args"]
-            for model in args["models"]:
-                if model["model"] != "pocket":
-                    model["model"] = "pocket"
-                    del model["engine"]["max_model_len"]
-            if "api_keys_file" in args["ingress"]:
-                args["ingress"]["api_keys_file"] = str(self._keys)
-        http_options = {"host": "127.0.0.1", "port": self.port}
-        # all nodes would want the same port
-        return {**config, "http_options": http_options, "proxy_location": "HeadOnly"}
-
-
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
     with tempfile.TemporaryDirectory(prefix="manta", dir="/tmp") as folder:  # socket paths must be short
-        head = Head(Path(folder))
+        head = Head(Path(folder), WORKERS)
         try:
             yield head
         finally:

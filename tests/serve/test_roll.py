@@ -23,9 +23,14 @@ pytestmark = [
 STREAMS, TOKENS, CLIENTS = 32, 300, 8
 
 
+@pytest.fixture(params=[False, True], ids=["one pool", "prefill and decode"])
+def split(request) -> bool:
+    return request.param
+
+
 @pytest.fixture(params=[True, False], ids=["the same numerics", "other numerics"])
-def cluster(tmp_path, request) -> Iterator[VersionCluster]:
-    with VersionCluster(tmp_path, same_numerics=request.param) as cluster:
+def cluster(tmp_path, request, split) -> Iterator[VersionCluster]:
+    with VersionCluster(tmp_path, same_numerics=request.param, split=split) as cluster:
         yield cluster
         (tmp_path / "ray.log").write_text("\n".join(cluster.cluster.log_lines()))
 
