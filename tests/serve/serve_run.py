@@ -131,9 +131,13 @@ class ServeRun(Program):
         return status
 
     def dashboard(self) -> str:
-        """The address of Ray's dashboard, once the log has named it."""
-        (address,) = re.findall(r"dashboard (?:is up )?at .*?(http://[\d.]+:\d+)", "".join(self.log))
-        return str(address)
+        """The address of Ray's dashboard, which may start after the application."""
+        wait_until(lambda: self._dashboard() is not None)
+        return str(self._dashboard())
+
+    def _dashboard(self) -> str | None:
+        named = re.search(r"dashboard (?:is up )?at .*?(http://[\d.]+:\d+)", "".join(self.log))
+        return named and named[1]
 
     @property
     def _applications(self) -> str:
