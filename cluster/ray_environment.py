@@ -29,6 +29,8 @@ FRONT = {  # on every node
     # A stopping ingress fails health checks at once, but answers until HAProxy has been told of others. With Ray's two
     # checks, a quarter of a second apart, clients of a single ingress got 503 in between.
     "RAY_SERVE_HAPROXY_HEALTH_CHECK_FALL": "20",
+    # Else two replicas that die while a change replaces the others end it, and nobody replaces them.
+    "RAY_SERVE_STOP_FAILED_ROLLING_UPDATES": "0",
     # For a client that stops sending a body or reading an answer; Ray allows an hour.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
     # Serve decodes headers before it calls an ingress, and answers 500 to bytes that are not text.

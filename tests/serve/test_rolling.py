@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from tests.models import make_model
-from tests.serve.chaos_cluster import MODEL, ChaosCluster
+from tests.serve.chaos_cluster import MODEL, STARTUP_S, ChaosCluster, kill
 from tests.serve.chaos_load import Loaded, run_load
 from tests.serve.chaos_streams import run_streams
+from tests.serve.serve_run import wait_until
 
 pytestmark = [
     pytest.mark.serve,
@@ -25,6 +26,7 @@ pytestmark = [
 ]
 
 REQUESTS = 1000
+DEATHS = 2  # after which Ray's default ends a change
 WORDS = ["ocean", "lamp", "winter", "dog", "music", "river", "stone", "letter", "paper"]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 BODIES: list[dict[str, Any]] = [
@@ -53,6 +55,11 @@ class Serving:
 
     def put(self, **changes: Any) -> None:
         """changes: of the attributes of this object."""
+        self.ask_for(**changes)
+        self.cluster.wait_until_running({"decode": self.replicas})
+
+    def ask_for(self, **changes: Any) -> None:
+        """As `put`, but returns at once."""
         for name, value in changes.items():
             assert hasattr(self, name)
             setattr(self, name, value)
@@ -64,7 +71,6 @@ class Serving:
             {"name": "ingress", "ray_actor_options": {"num_cpus": self.ingress_cpus}},
         ]
         self.cluster.put({"models": [model]}, deployments)
-        self.cluster.wait_until_running({"decode": self.replicas})
 
     def change(self, what: str, *changes: dict[str, Any]) -> Loaded:
         """One after the other, under load."""
@@ -114,6 +120,21 @@ def test_another_configuration_fails_no_request(serving):
     expected = serving.texts()
     found = serving.change("other engine options", {"engine": {**serving.engine, "max_num_seqs": 8}})
     assert [found.texts(i) for i in range(len(BODIES))] == [{text} for text in expected]
+
+
+def test_a_change_is_completed_though_replicas_die_in_it(serving):
+    def new() -> set[int]:
+        return set(serving.cluster.pids(f"decode-{MODEL}")) - known
+
+    known: set[int] = set()
+    known |= new()
+    serving.ask_for(engine={**serving.engine, "max_num_seqs": 7})
+    for _ in range(DEATHS):
+        wait_until(lambda: bool(new()), STARTUP_S)
+        dead = new()
+        kill(*dead)
+        known |= dead
+    serving.cluster.wait_until_running({"decode": serving.replicas})
 
 
 def test_another_model_under_the_same_name_fails_no_request_and_mixes_no_text(serving):
