@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
 from benchmarks.command import run
-from cluster.lab.simulator.trace import PIECE, Trace, make_trace
+from cluster.lab.simulator.conversations.conversation import TOKEN_S
+from cluster.lab.simulator.trace import Trace, make_trace
+
+BLOCK = 64  # tokens per hash id of a conversation
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write JSON lines in Mooncake's format, which `Trace.read` takes."""
+    """Write JSON lines that `Trace.read` takes: conversations in Weka's format, other requests in Mooncake's."""
+    if trace.turns is not None:
+        lines = weka_conversations(trace)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        return
     with path.open("w", encoding="utf-8") as file:
         for i in range(len(trace)):
             line = {
@@ -28,29 +35,54 @@ def write(trace: Trace, path: Path) -> None:
             file.write(json.dumps(line | ({"hash_ids": trace.hash_ids[i]} if trace.hash_ids else {})) + "\n")
 
 
+def weka_conversations(trace: Trace) -> list[dict[str, Any]]:
+    """Return an object for each conversation, as Weka's traces have it (`conversations/weka.py`). What conversations
+    share is not in it: AIPerf takes no hash ids of more than one."""
+    blocks: dict[tuple[int, tuple[int, ...]], int] = {}  # by the block before, and tokens
+    whole, entries = dict[int, dict[str, Any]](), dict[tuple[int, int], dict[str, Any]]()
+    for index, turn in enumerate(trace.turns or []):
+        tokens, hash_ids = trace.prompt(index), [0]
+        for begin in range(0, len(tokens), BLOCK):
+            key = hash_ids[-1], tuple(tokens[begin : begin + BLOCK])
+            hash_ids.append(blocks.setdefault(key, len(blocks) + 1))
+        at_s, output = float(trace.arrivals_s[index]), int(trace.output_tokens[index])
+        told = {"id": f"{trace.name}-{turn.session}", "models": ["model"], "block_size": BLOCK, "requests": []}
+        conversation = whole.setdefault(turn.session, told | {"hash_id_scope": "local"})
+        if turn.agent and (turn.session, turn.agent) not in entries:
+            entry = {"t": at_s, "type": "subagent", "agent_id": f"agent_{turn.agent:03}", "subagent_type": "Explore"}
+            entry |= {"status": "completed", "models": ["model"], "requests": []}
+            entries[turn.session, turn.agent] = entry
+            conversation["requests"].append(entry)
+        requests = entries.get((turn.session, turn.agent), conversation)["requests"]
+        call = {"t": at_s, "type": "s", "model": "model", "in": len(tokens), "out": output, "hash_ids": hash_ids[1:]}
+        requests.append(call | {"api_time": output * TOKEN_S, "think_time": turn.think_s})
+    return list(whole.values())
+
+
 def reuse(trace: Trace) -> float:
     """Return the fraction of all prompt tokens that a cache of infinite size would have, counted in whole pieces."""
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
     hits = 0
-    for ids in trace.hash_ids or []:
-        matched = 0
-        while matched < len(ids) and ids[matched] in seen:
-            matched += 1
-        hits += matched * PIECE
-        seen.update(ids)
-    return min(1.0, hits / max(1, int(trace.prompt_tokens.sum())))
+    for index in range(len(trace) if trace.hash_ids else 0):
+        pieces, known = list(trace.pieces(index)), True
+        for piece in pieces:
+            known = known and piece in seen
+            hits += piece[1] if known else 0
+        seen.update(pieces)
+    return hits / max(1, int(trace.prompt_tokens.sum()))
 
 
 def main(
-    output: Annotated[Path, typer.Option(dir_okay=False, help="JSON lines, in Mooncake's format.")],
+    output: Annotated[Path, typer.Option(dir_okay=False, help="JSON lines, in Mooncake's format; agents in Weka's.")],
     trace: Annotated[str, typer.Option(help="As `manta simulate --trace`, but no file.")] = "azure-conversation",
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 2000,
     rate: Annotated[float, typer.Option(help="Requests per second.")] = 10.0,
     burstiness: Annotated[float, typer.Option(help="1 is a Poisson process, below 1 requests come in bursts.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Equal seeds give equal traces.")] = 0,
+    scale: Annotated[float, typer.Option(help="Factor of all tokens, at most 1.")] = 1.0,
 ) -> None:
     """Write a synthetic trace, and show its lengths."""
-    found = make_trace(trace, requests, rate, burstiness=burstiness, seed=seed)
+    found = make_trace(trace, requests, rate, burstiness=burstiness, seed=seed).scaled(scale)
     write(found, output)
     for name, lengths in (("prompt", found.prompt_tokens), ("output", found.output_tokens)):
         p50, p90, p99 = np.percentile(lengths, [50, 90, 99])

@@ -22,10 +22,20 @@ class SimulationOptions:
 
     trace: str = option(
         "azure-conversation",
-        "azure-conversation, azure-code, mooncake, shared-prefix, fixed (512 in, 64 out), or a file: JSON "
+        "agents, azure-conversation, azure-code, mooncake, shared-prefix, fixed (512 in, 64 out), or a file: JSON "
         "lines in Mooncake's format, which are timestamp (ms), input_length, output_length and, optionally, "
-        "hash_ids (one per 512 tokens); or a CSV file of Azure's traces or of BurstGPT.",
+        "hash_ids (one per 512 tokens); AIPerf's multi-turn files; Weka's traces of agents, also as a folder; or a CSV "
+        "file of Azure's traces or of BurstGPT.",
         **TRAFFIC,
+    )
+    scale: float = option(
+        1.0, "Factor of all tokens of the trace, at most 1: prompts, what they share, and answers.", **TRAFFIC
+    )
+    max_active_conversations: int | None = option(
+        None,
+        "Conversations at a time; each of the others begins as another ends. Default: each begins at its time.",
+        **TRAFFIC,
+        min=1,
     )
     requests: int = option(2000, "Number of requests; with a file, the first requests of the file.", **TRAFFIC, min=1)
     rate: float | None = option(None, "Requests per second. Default: 10, or the times in the file.", **TRAFFIC)

@@ -23,7 +23,7 @@ from cluster.terminal.tables import figure, make_table, show
 from engine.errors import InvalidParameter
 
 WITH_TAPE = {"--requests", "--rate", "--ttft-ms", "--tpot-ms", "--good"}
-WITH_TRACE = WITH_TAPE | {"--trace", "--burstiness", "--seed"}
+WITH_TRACE = WITH_TAPE | {"--trace", "--burstiness", "--seed", "--scale", "--max-active-conversations"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from cluster.lab.simulator.billing.meter import EngineMeter
+from cluster.lab.simulator.conversations.turn import DueTurns
 from cluster.lab.simulator.cost_model import CostModel
 from cluster.lab.simulator.events import MESSAGE, EventLoop
 from cluster.lab.simulator.handoffs import HandoffTraffic
@@ -67,6 +68,7 @@ class Cluster:
         self._traffic = [each for each in (self._handoffs, self._moves, self._tiers) if each is not None]
         self._waiting: dict[QueuedRequest, int] = {}
         self._running: dict[str, QueuedRequest] = {}
+        self._turns = None if trace.turns is None else DueTurns(trace.turns)
         self._polled_at = 0.0
         self._done = 0
 
@@ -74,11 +76,12 @@ class Cluster:
         """Run until the last request of the trace has ended. progress: called from time to time with the number of
         ended requests."""
         loop, arrivals, come = self.loop, self.trace.arrivals_s.tolist(), 0
+        first = range(len(arrivals)) if self._turns is None else self._turns.first
         while self._done + self.results.refused < len(arrivals):
             next_at = loop.next_at
-            if come < len(arrivals) and (next_at is None or arrivals[come] < next_at):
-                loop.now = arrivals[come]
-                self._arrive(come)
+            if come < len(first) and (next_at is None or arrivals[first[come]] < next_at):
+                loop.now = arrivals[first[come]]
+                self._arrive(first[come])
                 come += 1
             else:
                 assert next_at is not None, "requests wait, but no event is left that could start them"
@@ -109,9 +112,11 @@ class Cluster:
     # -- a request -----------------------------------------------------------------------------------------
 
     def _arrive(self, index: int) -> None:
+        self.results.arrived_at[index] = self.loop.now
         queued = QueuedRequest(CLIENT, 1, int(self.trace.prompt_tokens[index]))
         if self._queue.offer(queued) is None:
             self.results.refused += 1
+            self._ended(index)
             return
         self._waiting[queued] = index
         self._start()
@@ -144,8 +149,16 @@ class Cluster:
             self._decode.ended(request.request_id)
             self.results.ended(request, self.spec.token_s)
             self._done += 1
+            self._ended(int(request.request_id))
         replica.ended.clear()
         self._start()
+
+    def _ended(self, index: int) -> None:
+        """Let the requests come that have waited for the end of this one, and for no other."""
+        if self._turns is not None and self.trace.turns is not None:
+            for other in self._turns.ended(index):
+                came_s = self.loop.now + self.spec.token_s + self.trace.turns[other].think_s
+                self.loop.at(came_s, self._arrive, other)
 
     # -- replicas ------------------------------------------------------------------------------------------
 

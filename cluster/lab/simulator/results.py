@@ -182,6 +182,7 @@ class Results:
 
     def __init__(self, trace: Trace):
         self._trace = trace
+        self.arrived_at = trace.arrivals_s.copy()  # turns of conversations come when they can
         self.first_at = np.full(len(trace), np.nan)
         self.last_at = np.full(len(trace), np.nan)
         self.cached = np.zeros(len(trace), dtype=np.int64)
@@ -217,7 +218,7 @@ class Results:
         meters: Sequence[EngineMeter] = (),
     ) -> Report:
         trace, done, duration_s = self._trace, ~np.isnan(self.last_at), self.duration_s
-        ttft, e2e = self.first_at - trace.arrivals_s, self.last_at - trace.arrivals_s
+        ttft, e2e = self.first_at - self.arrived_at, self.last_at - self.arrived_at
         intervals = (trace.output_tokens - 1).astype(np.float64)
         intervals[intervals == 0] = np.nan  # a single token has none
         tpot = (self.last_at - self.first_at) / intervals

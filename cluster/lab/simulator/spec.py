@@ -132,6 +132,12 @@ class ClusterSpec:
 
 def find_trace(options: SimulationOptions) -> Trace:
     """Return the trace. Raises InvalidParameter."""
+    found = _whole_trace(options).scaled(options.scale)
+    active = options.max_active_conversations
+    return found if active is None else found.with_active(active)
+
+
+def _whole_trace(options: SimulationOptions) -> Trace:
     if is_file(options.trace):
         found = Trace.read(Path(options.trace)).first(options.requests)
         found = found if options.rate is None else found.at_rate(options.rate)

@@ -1,7 +1,8 @@
 """Requests of a simulation: when they arrive, how long they are, and which prefixes they share.
 
 Traces are read from files, or drawn at random to match published figures. Equal arguments give equal traces. Lengths
-are log-normal, given by median and mean: sigma = sqrt(2 ln(mean / median)).
+are log-normal, given by median and mean: sigma = sqrt(2 ln(mean / median)). Conversations and formats of files are in
+`conversations/`.
 
 docs/simulator.md has the figures and their sources. Where the sources leave something open, this module decides: a
 session of `mooncake` draws one of a few system prompts by Zipf's law, and each turn appends the last answer and a new
@@ -14,41 +15,37 @@ from __future__ import annotations
 import csv
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Annotated
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.arrivals import arrival_times
+from cluster.lab.simulator.conversations import mooncake
+from cluster.lab.simulator.conversations.agents import agents
+from cluster.lab.simulator.conversations.conversation import ID_LIMIT, Ask, Ids
+from cluster.lab.simulator.conversations.files import read_json
+from cluster.lab.simulator.conversations.turn import Turn, with_active
 from engine.errors import InvalidParameter
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.sampling_params import SamplingParams
+from engine.wire.sampling_params import SamplingParams, seed_of
 
 CSV_COLUMNS = (  # of Azure's traces, and of BurstGPT's: time, tokens of the prompt and of the answer
     ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     ("Timestamp", "Request tokens", "Response tokens"),
 )
-PIECE = 512  # tokens per hash id, as in Mooncake's traces
-OUTPUT_ID = 2**30  # ids from here on are sampled tokens
+PIECE = mooncake.PIECE  # tokens per hash id
+OUTPUT_ID = ID_LIMIT  # ids from here on are sampled tokens
 VOCABULARY = 2**31 - 1  # of the simulated model, in which a token is the id of the piece to which it belongs
 
 Times = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Random = np.random.Generator
-
-
-class _Line(msgspec.Struct, frozen=True):
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: Annotated[int, msgspec.Meta(ge=1)]
-    output_length: Annotated[int, msgspec.Meta(ge=0)]
-    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=OUTPUT_ID)]] = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +63,12 @@ class Trace:
     piece: int = PIECE
     #: Ids that stand for these tokens: parts of the answers of simulated requests, which later prompts repeat.
     texts: dict[int, list[int]] = field(default_factory=dict)
+    #: Ids that stand for another number of tokens than `piece`. Those from OUTPUT_ID on are the token of an answer.
+    sizes: dict[int, int] = field(default_factory=dict)
+    #: What each request waits for; its time in `arrivals_s` is then only where it stands in the order. None if all come
+    #: at their times.
+    turns: Sequence[Turn] | None = None
+    scale: float = 1.0  #: by which the tokens of pieces are multiplied; lengths are multiplied already
 
     def __len__(self) -> int:
         return len(self.arrivals_s)
@@ -84,15 +87,23 @@ class Trace:
         """Mean tokens of a request, prompt and output together."""
         return max(1, int((self.prompt_tokens + self.output_tokens).sum()) // max(1, len(self)))
 
+    def pieces(self, index: int) -> Iterator[tuple[int, int]]:
+        """Yield the id of each piece of a prompt, and how many tokens of it the prompt has."""
+        length, ids = int(self.prompt_tokens[index]), [index] if self.hash_ids is None else self.hash_ids[index]
+        ends, begin = 0, 0
+        for place, piece in enumerate(ids, 1):
+            ends += self.sizes.get(piece, self.piece)
+            end = length if place == len(ids) else min(length, math.ceil(ends * self.scale))
+            if end > begin:
+                yield piece, end - begin
+            begin = end
+
     def prompt(self, index: int) -> list[int]:
         """Return the token ids of a prompt. Two prompts have equal tokens exactly as far as the trace gives them equal
         hash_ids."""
-        length = int(self.prompt_tokens[index])
-        if self.hash_ids is None:
-            return [index] * length
         tokens: list[int] = []
-        for piece in self.hash_ids[index]:
-            tokens += self.texts.get(piece) or [piece] * min(self.piece, length - len(tokens))
+        for piece, size in self.pieces(index):
+            tokens += self.texts[piece][:size] if piece in self.texts else [piece] * size
         return tokens
 
     def request(self, index: int) -> GenerateRequest:
@@ -114,21 +125,59 @@ class Trace:
         return replace(part, arrivals_s=part.arrivals_s - part.arrivals_s[0])
 
     def _part(self, part: slice) -> Trace:
-        arrays = self.arrivals_s[part], self.prompt_tokens[part], self.output_tokens[part]
-        return Trace(self.name, *arrays, self.hash_ids and self.hash_ids[part], self.piece, self.texts)
+        begin = part.start or 0
+        turns = self.turns and [
+            replace(turn, after=tuple(index - begin for index in turn.after if index >= begin))
+            for turn in self.turns[part]
+        ]
+        return replace(
+            self,
+            arrivals_s=self.arrivals_s[part],
+            prompt_tokens=self.prompt_tokens[part],
+            output_tokens=self.output_tokens[part],
+            hash_ids=self.hash_ids and self.hash_ids[part],
+            turns=turns,
+        )
 
     def at_rate(self, requests_per_s: float) -> Trace:
-        """Return the same requests with arrival times scaled to `rate`. Raises InvalidParameter."""
+        """Return the same requests with arrival times, and pauses of conversations, scaled to `rate`. Raises
+        InvalidParameter."""
         if not requests_per_s > 0:
             raise InvalidParameter("rate", requests_per_s, "above 0")
         if not self.duration_s:
             return self
-        return replace(self, arrivals_s=self.arrivals_s * (len(self) / requests_per_s / self.duration_s))
+        return self.in_time(len(self) / requests_per_s / self.duration_s)
+
+    def in_time(self, factor: float) -> Trace:
+        """Return the same requests with all times, and pauses of conversations, multiplied. Raises InvalidParameter."""
+        if not (factor >= 0 and math.isfinite(factor)):
+            raise InvalidParameter("time_scale", factor, "at least 0, and finite")
+        turns = self.turns and [replace(turn, think_s=turn.think_s * factor) for turn in self.turns]
+        return replace(self, arrivals_s=self.arrivals_s * factor, turns=turns)
+
+    def scaled(self, scale: float) -> Trace:
+        """Return the same requests with fewer tokens, of prompts, of answers and of what prompts share. Raises
+        InvalidParameter."""
+        if not 0 < scale <= 1:
+            raise InvalidParameter("scale", scale, "above 0 and at most 1")
+        prompts = np.ceil(self.prompt_tokens * scale).astype(np.int64)
+        outputs = np.maximum(1, np.rint(self.output_tokens * scale)).astype(np.int64)
+        return replace(self, prompt_tokens=prompts, output_tokens=outputs, scale=self.scale * scale)
+
+    def with_active(self, conversations: int) -> Trace:
+        """Return the same requests with so many conversations at a time: each of the others begins as another ends.
+        Raises InvalidParameter."""
+        if self.turns is None:
+            limit = "left out for a trace that has no conversations"
+            raise InvalidParameter("max_active_conversations", conversations, limit)
+        return replace(self, turns=with_active(self.turns, self.arrivals_s.tolist(), conversations))
 
     def drawn(self, burstiness: float, seed: int) -> Trace:
         """Return the same requests at the same rate, with arrival times as of a synthetic trace. Raises
         InvalidParameter."""
         _check_burstiness(burstiness)
+        if self.turns is not None:
+            raise InvalidParameter("burstiness", burstiness, "left out for conversations, whose turns wait for answers")
         if not self.duration_s:
             return self
         times = arrival_times(len(self), len(self) / self.duration_s, burstiness, seed)
@@ -136,37 +185,46 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """Read JSON lines in Mooncake's format (arXiv:2407.00079): timestamp in ms, input_length, output_length, and
-        hash_ids, which may be left out. Or read a CSV file with the columns of Azure's traces or of BurstGPT. Raises
-        InvalidParameter that names the line."""
-        lines = _of_csv(path) if path.suffix == ".csv" else _of_json(path)
-        if not lines:
+        """Read a file, or a folder: JSON in one of the formats of `conversations/files.py`, or a CSV file with the
+        columns of Azure's traces or of BurstGPT. Raises InvalidParameter that names line and field."""
+        ids = Ids()
+        asks, piece = (_of_csv(path), PIECE) if path.suffix == ".csv" else read_json(path, ids)
+        if not asks:
             raise InvalidParameter("trace", str(path), "at least one request")
-        lines.sort(key=lambda line: line.timestamp)
-        shared = any(line.hash_ids for line in lines)
-        own = iter(range(OUTPUT_ID - 1, 0, -1))  # ids for prompts, or ends of prompts, that share nothing
+        return cls.of(path.stem, asks, ids, piece)
+
+    @classmethod
+    def of(cls, name: str, asks: Sequence[Ask], ids: Ids, piece: int = PIECE) -> Trace:
+        """Return a trace of these requests, in the order of their times."""
+        ordered = sorted(asks, key=lambda ask: ask.at_s)
+        places = {ask: index for index, ask in enumerate(ordered)}
+        answers = {ask.answer: _token_of(index) for ask, index in places.items() if ask.answer is not None}
+        hash_ids = [[answers.get(piece, piece) for piece in ask.pieces] for ask in ordered]
+        are_turns = any(ask.session is not None for ask in asks)
         return cls(
-            path.stem,
-            np.array([line.timestamp for line in lines]) / 1000 - lines[0].timestamp / 1000,
-            np.array([line.input_length for line in lines], dtype=np.int64),
-            np.array([max(1, line.output_length) for line in lines], dtype=np.int64),
-            [_complete(line, own) for line in lines] if shared else None,
+            name,
+            np.array([ask.at_s - ordered[0].at_s for ask in ordered]),
+            np.array([ask.prompt_tokens for ask in ordered], dtype=np.int64),
+            np.array([ask.output_tokens for ask in ordered], dtype=np.int64),
+            hash_ids if any(hash_ids) else None,
+            piece,
+            sizes={answers.get(piece, piece): size for piece, size in ids.sizes.items()},
+            turns=[_turn(ask, index, places) for ask, index in places.items()] if are_turns else None,
         )
 
 
-def _of_json(path: Path) -> list[_Line]:
-    decoder, lines = msgspec.json.Decoder(_Line), []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                if line.strip():
-                    lines.append(decoder.decode(line))
-            except ValueError as error:
-                raise InvalidParameter(f"{path}:{number}", line[:80], f"a request ({error})") from None
-    return lines
+def _token_of(index: int) -> int:
+    """Return the token that a simulated engine answers to a request."""
+    return OUTPUT_ID + seed_of(str(index)) % (OUTPUT_ID - 1)
 
 
-def _of_csv(path: Path) -> list[_Line]:
+def _turn(ask: Ask, index: int, places: dict[Ask, int]) -> Turn:
+    """Return the turn of a request. One that is of no conversation is one by itself."""
+    session = -1 - index if ask.session is None else ask.session
+    return Turn(session, ask.agent, tuple(sorted(places[before] for before in ask.after)), ask.think_s)
+
+
+def _of_csv(path: Path) -> list[Ask]:
     """Requests without tokens, which are those that failed, are left out."""
     lines = []
     with path.open(newline="", encoding="utf-8-sig") as file:
@@ -178,19 +236,13 @@ def _of_csv(path: Path) -> list[_Line]:
         for row in rows:
             when, *counts = (row[name] or "" for name in columns)
             try:
-                ms = 1000 * (
-                    float(when) if when.replace(".", "").isdigit() else datetime.fromisoformat(when).timestamp()
-                )
+                at_s = float(when) if when.replace(".", "").isdigit() else datetime.fromisoformat(when).timestamp()
                 prompt, output = (int(float(count)) for count in counts)
             except ValueError as error:
                 raise InvalidParameter(f"{path}:{rows.line_num}", str(row)[:80], f"a request ({error})") from None
             if prompt > 0 and output > 0:
-                lines.append(_Line(ms, prompt, output))
+                lines.append(Ask(at_s, prompt, output))
     return lines
-
-
-def _complete(line: _Line, own: Iterator[int]) -> list[int]:
-    return line.hash_ids + [next(own) for _ in range(-(-line.input_length // PIECE) - len(line.hash_ids))]
 
 
 @lru_cache(maxsize=4096)
@@ -215,8 +267,8 @@ def make_trace(name: str, requests: int, rate: float, *, burstiness: float = 1.0
 
 
 def is_file(name: str) -> bool:
-    """Return whether a trace is read from a file."""
-    return name not in KINDS and Path(name).is_file()
+    """Return whether a trace is read from a file, or from a folder of files."""
+    return name not in KINDS and Path(name).exists()
 
 
 def _check_burstiness(burstiness: float) -> None:
@@ -296,7 +348,13 @@ def _mooncake(arrivals: Times, random: Random) -> Trace:
     return Trace("mooncake", arrivals, prompts, outputs, hash_ids)
 
 
+def _agents(arrivals: Times, random: Random) -> Trace:
+    ids = Ids()
+    return Trace.of("agents", agents(arrivals.tolist(), random, ids), ids)
+
+
 KINDS: dict[str, Callable[[Times, Random], Trace]] = {
+    "agents": _agents,
     "azure-conversation": _azure("azure-conversation", (1020, 1155, 14_000), (129, 211, 2_000)),
     "azure-code": _azure("azure-code", (1500, 2048, 14_000), (13, 28, 2_000)),
     "mooncake": _mooncake,

@@ -35,6 +35,29 @@ def test_a_trace_survives_being_written_and_read(tmp_path):
     assert again.hash_ids == trace.hash_ids
 
 
+def test_conversations_survive_being_written_and_read(tmp_path):
+    trace = make_trace("agents", 150, 2.0).scaled(0.01)
+    write(trace, tmp_path / "t.jsonl")
+    again = Trace.read(tmp_path / "t.jsonl")
+    for session in range(2):
+        (one, other) = (
+            [
+                (
+                    int(each.prompt_tokens[i]),
+                    int(each.output_tokens[i]),
+                    turn.agent,
+                    len(turn.after),
+                    round(turn.think_s, 6),
+                )
+                for i, turn in enumerate(each.turns)
+                if turn.session == session
+            ]
+            for each in (trace, again)
+        )
+        assert one == other
+    assert reuse(again) == pytest.approx(reuse(trace), abs=0.1)
+
+
 def test_prompts_of_a_file_may_have_fewer_ids_than_pieces(tmp_path):
     lines = [
         {"timestamp": 1000, "input_length": 2 * PIECE + 3, "output_length": 7, "hash_ids": [4, 5]},
