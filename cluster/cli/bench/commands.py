@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,12 +53,11 @@ def serve(
     model: Annotated[str | None, typer.Option(help="Name of the model. Default: the first of /v1/models.")] = None,
     api_key: ApiKeyOption = None,
     trace: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="Send the requests of a tape (`manta tape save`) or of a file in Mooncake's format, at their times or "
-            "at --request-rate. Prompts are random, and begin alike where they did.",
+            help="Send the requests of a tape (`manta tape save`), or what `manta simulate --trace` takes: a file, at "
+            "its times or at --request-rate, or a name, such as agents. Prompts are random, and begin alike where they "
+            "did; turns of conversations wait for the answers before them.",
         ),
     ] = None,
     goodput: Annotated[
@@ -81,6 +79,8 @@ def serve(
     Example: manta bench serve --request-rate 8 --num-prompts 200 --goodput "ttft:500 tpot:50"
 
     Example: manta bench serve --trace monday.tape
+
+    Example: manta bench serve --trace agents --scale 0.01 --request-rate 2 --num-prompts 400
     """
     from cluster.cli.bench.openai_client import OpenAIClient
     from cluster.cli.bench.serve import measure, parse_goodput

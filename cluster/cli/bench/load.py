@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -12,6 +13,9 @@ from cluster.cli.bench.prompts import BenchRequest, preset, random_jobs, with_pr
 from cluster.config.idle_flags import given_flags, refuse_idle
 from cluster.flags import flag
 from engine.errors import InvalidParameter
+
+if TYPE_CHECKING:  # numpy
+    from cluster.lab.simulator.conversations.turn import Turn
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -65,6 +69,13 @@ class ServeLoad:
     ignore_eos: bool = flag(True, "Ask for the full length (`ignore_eos`); some servers do not know this field.")
     num_warmups: int = flag(0, "Requests sent one after another before the clock starts.", min=0)
     seed: int = flag(0, "Seed of the random prompts.")
+    scale: float = flag(1.0, "Factor of all tokens of --trace, at most 1: 0.01 sends a hundredth.")
+    time_scale: float = flag(
+        1.0, "Factor of the times of --trace, pauses of conversations included: 0.1 is ten times as fast."
+    )
+    max_active_conversations: int | None = flag(
+        None, "Conversations of --trace at a time; each of the others begins as another ends.", min=1
+    )
 
     def __post_init__(self) -> None:
         if self.endpoint not in PATHS:
@@ -81,11 +92,17 @@ class ServeLoad:
             ("--burstiness", math.isinf(self.request_rate), "without --request-rate: all requests are sent at once"),
             ("--prefix-groups", not self.prefix_len, "without --prefix-len"),
             ("--vocab-size", sends_words, "with --text or --endpoint chat, which send words"),
+            ("--scale --time-scale --max-active-conversations", True, "without --trace"),
         )
 
     @property
     def path(self) -> str:
         return PATHS[self.endpoint]
+
+    @property
+    def turns(self) -> Sequence[Turn] | None:
+        """What each request waits for; None if all are sent at their times."""
+        return None
 
     def bodies(self, model: str) -> list[bytes]:
         """Return the bodies of all requests, warm-ups first, so that nothing is computed while the server is

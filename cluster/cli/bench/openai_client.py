@@ -42,9 +42,14 @@ class ChunkChoice(msgspec.Struct):
         return bool(self.text or (self.delta and (self.delta.content or self.delta.thought)))
 
 
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class ChunkUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
 
 
 class StreamChunk(msgspec.Struct):
@@ -62,6 +67,7 @@ class RequestResult:
 
     sent_at: float = 0.0  #: time of sending on the client's clock
     prompt_tokens: int | None = None  #: from the server's usage
+    cached_tokens: int | None = None  #: of these, from the server's usage; None if it does not tell
     output_tokens: int = 0  #: from the server's usage, or the number of chunks with text
     has_usage: bool = False
     ttft_s: float = 0.0  #: to the first chunk with text (a chat's first chunk has only a role), or to the end
@@ -88,6 +94,8 @@ class RequestResult:
         if chunk.usage is not None and chunk.usage.completion_tokens is not None:
             self.has_usage = True
             self.prompt_tokens, self.output_tokens = chunk.usage.prompt_tokens, chunk.usage.completion_tokens
+            if chunk.usage.prompt_tokens_details is not None:
+                self.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
 
 
 class StreamFailed(Exception):
@@ -206,11 +214,12 @@ class OpenAIClient:
         except (aiohttp.ClientError, TimeoutError) as e:
             raise EngineUnavailable(f"no server answers at {self.base_url}: {describe(e, self.timeout_s)}") from e
 
-    async def chunks(self, path: str, body: bytes) -> AsyncGenerator[StreamChunk]:
-        """Yield the chunks of one answer. Raises StreamFailed if the answer is incomplete."""
-        parser = ChunkParser()
+    async def chunks(self, path: str, body: bytes, session: str = "") -> AsyncGenerator[StreamChunk]:
+        """Yield the chunks of one answer. session: id of its conversation, if any. Raises StreamFailed if the answer is
+        incomplete."""
+        parser, headers = ChunkParser(), {"X-Session-Id": session} if session else {}
         try:
-            async with self._session.post(self.base_url + path, data=body) as response:
+            async with self._session.post(self.base_url + path, data=body, headers=headers) as response:
                 if response.status != 200:
                     raise StreamFailed(f"HTTP {response.status}: {error_message(await response.read())}")
                 async for data in response.content.iter_any():
@@ -220,11 +229,11 @@ class OpenAIClient:
             raise StreamFailed(describe(e, self.timeout_s)) from e
         parser.close()
 
-    async def send(self, path: str, body: bytes) -> RequestResult:
-        """Stream one answer to its end. Returns the outcome, which may be a failure."""
+    async def send(self, path: str, body: bytes, session: str = "") -> RequestResult:
+        """Stream one answer to its end. session: as for `chunks`. Returns the outcome, which may be a failure."""
         outcome = RequestResult(sent_at=time.perf_counter())
         try:
-            async for chunk in self.chunks(path, body):
+            async for chunk in self.chunks(path, body, session):
                 outcome.add(chunk, time.perf_counter())
         except StreamFailed as e:
             outcome.error, outcome.e2el_s = str(e), time.perf_counter() - outcome.sent_at

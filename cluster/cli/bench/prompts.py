@@ -64,18 +64,18 @@ def random_ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 def trace_prompts(trace: Trace, vocab_size: int, seed: int) -> Iterator[list[int]]:
     """Yield a prompt of random ids for each request of a trace. Prompts begin alike as far as the trace says so."""
-    rng, pieces = random.Random(seed), dict[int, list[int]]()
+    rng, known = random.Random(seed), dict[int, list[int]]()
 
-    def ids_of(piece: int) -> list[int]:
-        if piece not in pieces:
-            pieces[piece] = random_ids(random.Random(f"{seed}-{piece}"), trace.piece, vocab_size)
-        return pieces[piece]
+    def ids_of(piece: int, count: int) -> list[int]:
+        if len(known.get(piece, ())) < count:  # more ids of a piece begin with those that are known
+            known[piece] = random_ids(random.Random(f"{seed}-{piece}"), count, vocab_size)
+        return known[piece][:count]
 
     for index, length in enumerate(trace.prompt_tokens.tolist()):
         if trace.hash_ids is None:
             yield random_ids(rng, length, vocab_size)
         else:
-            yield [token for piece in trace.hash_ids[index] for token in ids_of(piece)][:length]
+            yield [token for piece, count in trace.pieces(index) for token in ids_of(piece, count)]
 
 
 def random_words(rng: random.Random, count: int) -> list[str]:

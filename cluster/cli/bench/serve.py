@@ -17,6 +17,7 @@ from rich.progress import Progress
 from cluster.cli.bench.distribution import Distribution
 from cluster.cli.bench.load import ServeLoad
 from cluster.cli.bench.openai_client import OpenAIClient, RequestResult
+from cluster.cli.bench.turns import send_turns
 from engine.errors import InvalidParameter, RequestError
 
 SLO_METRICS = ("ttft", "tpot", "e2el")
@@ -38,6 +39,7 @@ class ServeReport:
     failed: int
     total_input_tokens: int
     total_output_tokens: int
+    total_cached_tokens: int | None  #: input tokens that the server found cached; None if it does not tell
     request_goodput: float | None  #: requests per second that met all objectives; None without objectives
     latencies: dict[str, Distribution | None]
     """Milliseconds: `ttft` to the first token, `tpot` per token after it, `itl` between chunks, `e2el` to the end."""
@@ -86,8 +88,8 @@ async def measure(
         bodies = load.bodies(model)
         task = progress.add_task("warming up", total=len(bodies))
 
-        async def send(body: bytes) -> RequestResult:
-            outcome = await client.send(load.path, body)
+        async def send(body: bytes, session: str = "") -> RequestResult:
+            outcome = await client.send(load.path, body, session)
             progress.advance(task)
             return outcome
 
@@ -95,7 +97,11 @@ async def measure(
             await send(body)
         progress.update(task, description="measuring")
         cpu, started = time.process_time(), time.perf_counter()
-        outcomes = await send_all(send, bodies[load.num_warmups :], load.times(), load.max_concurrency)
+        measured, times, turns = bodies[load.num_warmups :], load.times(), load.turns
+        if turns is None:
+            outcomes = await send_all(send, measured, times, load.max_concurrency)
+        else:
+            outcomes = await send_turns(send, measured, times, turns, load.max_concurrency)
         duration = time.perf_counter() - started
         cpu_share = (time.process_time() - cpu) / duration
     return summarise(outcomes, duration, load, client.base_url, model, objectives, cpu_share)
@@ -149,6 +155,7 @@ def summarise(
     objectives: dict[str, float], client_cpu_share: float,
 ) -> ServeReport:  # fmt: skip
     done = [outcome for outcome in outcomes if outcome.error is None]
+    cached = [o.cached_tokens for o in done if o.cached_tokens is not None]
     errors = Counter(outcome.error for outcome in outcomes if outcome.error is not None)
     prompt = load.prefix_len + load.input_len
     seconds = {
@@ -166,6 +173,7 @@ def summarise(
         failed=len(outcomes) - len(done),
         total_input_tokens=sum(prompt if o.prompt_tokens is None else o.prompt_tokens for o in done),
         total_output_tokens=sum(o.output_tokens for o in done),
+        total_cached_tokens=sum(cached) if cached else None,
         request_goodput=sum(meets(o, objectives) for o in done) / duration if objectives else None,
         latencies={name: Distribution.of([1e3 * s for s in values]) for name, values in seconds.items()},
         errors=dict(errors.most_common(SHOWN_ERRORS)),

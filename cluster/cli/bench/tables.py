@@ -41,6 +41,7 @@ def show_serve(report: ServeReport) -> None:
         ("failed", report.failed, 0),
         ("duration, s", report.duration, 2),
         ("input tokens", report.total_input_tokens, 0),
+        *([] if report.total_cached_tokens is None else [("of these cached", report.total_cached_tokens, 0)]),
         ("output tokens", report.total_output_tokens, 0),
         ("requests/s", throughputs[0], 2),
         ("output tokens/s", throughputs[1], 1),

@@ -17,7 +17,8 @@ class FakeOpenAIServer:
     sends_usage: the last chunk says how many tokens there were.
     breaks_off: ends the stream before its end. error: sends this error in the stream, in place of its end.
     hangs: never answers. stalls: never ends an answer. reasoning: a chat's first piece, if any.
-    requests: (path, body) of every POST, in the order of their arrival. authorization: of the last one.
+    requests: (path, body) of every POST, in the order of their arrival. authorization: of the last one. sessions: of
+    all that name one. cached_tokens: that the usage tells of each prompt; None if it tells of none.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,8 @@ class FakeOpenAIServer:
         self.models = ["fake"]
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.authorization: str | None = None
+        self.sessions: list[str] = []
+        self.cached_tokens: int | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -65,6 +68,7 @@ class FakeOpenAIServer:
         body = await request.json()
         self.requests.append((request.path, body))
         self.authorization = request.headers.get("Authorization")
+        self.sessions += request.headers.getall("X-Session-Id", [])
         if self.hangs:
             await asyncio.Event().wait()
         if self.fails and len(self.requests) % 2:
@@ -92,6 +96,9 @@ class FakeOpenAIServer:
             return response
         await send(choices=[{"index": 0, **({"delta": {}} if chat else {"text": ""}), "finish_reason": "length"}])
         if self.sends_usage:
-            await send(choices=[], usage={"prompt_tokens": 7, "completion_tokens": body["max_tokens"]})
+            usage: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": body["max_tokens"]}
+            if self.cached_tokens is not None:
+                usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+            await send(choices=[], usage=usage)
         await response.write(b"data: [DONE]\n\n")
         return response
