@@ -1,4 +1,4 @@
-"""The load of agents: contexts that grow by a tool's output and an answer with each turn."""
+"""A plain load of agents: contexts that all grow by a tool's output and an answer with each turn."""
 
 from __future__ import annotations
 

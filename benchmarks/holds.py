@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.agents import (
+from benchmarks.agent_load import (
     AnswerOption,
     FirstOption,
     Load,

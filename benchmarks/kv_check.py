@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.agents import Load, ModelOption, percentiles
+from benchmarks.agent_load import Load, ModelOption, percentiles
 from benchmarks.command import JsonOption, print_report, run
 from benchmarks.kv_offloading import Row, SkippingClock, drive
 from cluster.terminal.tables import figure, make_table, show

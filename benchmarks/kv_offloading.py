@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.agents import (
+from benchmarks.agent_load import (
     AnswerOption,
     FirstOption,
     Load,

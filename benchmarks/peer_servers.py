@@ -1,4 +1,5 @@
-"""The servers that benchmarks.peers compares over HTTP: `manta serve` and `vllm serve`, each with its own defaults."""
+"""The servers that benchmarks.peers and benchmarks.agents compare over HTTP: `manta serve`, `vllm serve`, each with its
+own defaults, and llama.cpp's."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -40,6 +42,13 @@ class Server:
     def measure(self, load: Load, repetition: int) -> dict[str, float]:
         """Start the server, and keep the load's requests under way, twice: the first time warms up. The number of the
         repetition is the seed of the prompts."""
+        with self.running() as url:
+            self._run(url, load, OTHER_SEED + repetition)
+            return self._run(url, load, repetition)
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """Start the server, and stop it in the end. Yields its address when it is up."""
         port = free_port()
         url, options = f"http://127.0.0.1:{port}", ["--served-model-name", MODEL, "--port", str(port)]
         with ExitStack() as running:
@@ -48,8 +57,7 @@ class Server:
             wait_until(lambda: process.poll() is not None or is_up(url), START_S)
             if process.poll() is not None:
                 raise SystemExit(f"{self.name} did not come up; its own error stands above")
-            self._run(url, load, OTHER_SEED + repetition)
-            return self._run(url, load, repetition)
+            yield url
 
     def _run(self, url: str, load: Load, seed: int) -> dict[str, float]:
         sent = ServeLoad(
@@ -70,6 +78,10 @@ def manta_server(model: str) -> Server:
 def vllm_server(model: str, python: str, environment: dict[str, str]) -> Server:
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     return Server("vllm", [python, "-m", "vllm.entrypoints.cli.main", "serve", model], environment | quiet)
+
+
+def llamacpp_server(gguf: str, python: str) -> Server:
+    return Server("llamacpp", [python, "-m", "benchmarks.llamacpp_server", gguf], {})
 
 
 def stop(process: subprocess.Popen[Any]) -> None:

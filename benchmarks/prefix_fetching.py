@@ -18,7 +18,7 @@ import typer
 import zmq
 import zmq.asyncio
 
-from benchmarks.agents import AnswerOption, FirstOption, Load, ModelOption, ToolOption, percentiles
+from benchmarks.agent_load import AnswerOption, FirstOption, Load, ModelOption, ToolOption, percentiles
 from benchmarks.command import JsonOption, print_report, run
 from benchmarks.engine_process import Engines
 from cluster.terminal.tables import figure, make_table, show
