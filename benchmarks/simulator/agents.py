@@ -62,7 +62,8 @@ def tokens_at_a_time(trace: Trace, sessions: int) -> int:
     for turn, tokens in zip(trace.turns or [], (trace.prompt_tokens + trace.output_tokens).tolist(), strict=True):
         agent = turn.session, turn.agent
         longest[agent] = max(longest.get(agent, 0), tokens)
-    return round(sessions * sum(longest.values()) / len({session for session, _ in longest}))
+    drawn = len({session for session, _ in longest})
+    return min(sessions, drawn) * sum(longest.values()) // drawn
 
 
 def measure(
@@ -110,13 +111,13 @@ def show_report(report: CachedReport) -> None:
 
 
 def main(
-    requests: Annotated[int, typer.Option(min=1, help="Requests of all sessions.")] = 4000,
-    sessions: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 40,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of all sessions.")] = 8000,
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions at a time.")] = 60,
     replicas: Annotated[int, typer.Option(min=1)] = 4,
     overcommit: Annotated[
         float, typer.Option(min=0.1, help="Tokens of the load per token that fits the caches.")
     ] = 5.0,
-    scale: Annotated[float, typer.Option(help="Factor of all tokens.")] = 0.1,
+    scale: Annotated[float, typer.Option(help="Factor of all tokens.")] = 0.05,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens per KV block.")] = 16,
     router: Annotated[str, typer.Option(help="As for `manta simulate`.")] = "prefix_aware",
     seed: Annotated[int, typer.Option(help="Equal seeds give equal sessions.")] = 0,

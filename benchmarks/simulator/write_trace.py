@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from benchmarks.command import run
-from cluster.lab.simulator.conversations.conversation import TOKEN_S
+from cluster.lab.simulator.conversations.dialogue import TOKEN_S
 from cluster.lab.simulator.trace import Trace, make_trace
 
 BLOCK = 64  # tokens per hash id of a conversation

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from cluster.arrivals import arrival_times
 from cluster.lab.simulator.conversations import mooncake
 from cluster.lab.simulator.conversations.agents import agents
-from cluster.lab.simulator.conversations.conversation import ID_LIMIT, Ask, Ids
+from cluster.lab.simulator.conversations.dialogue import ID_LIMIT, Ask, Ids
 from cluster.lab.simulator.conversations.files import read_json
 from cluster.lab.simulator.conversations.turn import Turn, with_active
 from engine.errors import InvalidParameter

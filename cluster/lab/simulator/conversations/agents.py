@@ -16,7 +16,7 @@ from itertools import count
 
 import numpy as np
 
-from cluster.lab.simulator.conversations.conversation import Ask, Conversation, Ids
+from cluster.lab.simulator.conversations.dialogue import Ask, Dialogue, Ids
 
 Random = np.random.Generator
 Lengths = tuple[float, float, float]  # median, mean and maximum of a log-normal distribution
@@ -48,7 +48,7 @@ def agents(arrivals: Sequence[float], random: Random, ids: Ids) -> list[Ask]:
 
 
 def _session(ids: Ids, random: Random, session: int, at_s: float) -> list[Ask]:
-    asks, agent = [], Conversation(ids, session, at_s)
+    asks, agent = [], Dialogue(ids, session, at_s)
     agent.say([ids.of(("system", int(random.integers(HARNESSES))), SYSTEM_TOKENS), ids.new(_draw(random, FIRST))])
     turns = _draw(random, TURNS)
     burst = int(random.integers(turns)) if random.random() < WITH_SUBAGENTS else None
@@ -73,7 +73,7 @@ def _session(ids: Ids, random: Random, session: int, at_s: float) -> list[Ask]:
 
 
 def _subagent(ids: Ids, random: Random, session: int, number: int, begun_by: Ask) -> list[Ask]:
-    asks, agent = [], Conversation(ids, session, agent=number, after=[begun_by])
+    asks, agent = [], Dialogue(ids, session, agent=number, after=[begun_by])
     agent.say([ids.of("system of subagents", SUB_SYSTEM_TOKENS), ids.new(_draw(random, SUB_TASK))])
     think_s = 0.0
     for _ in range(_draw(random, SUB_TURNS)):

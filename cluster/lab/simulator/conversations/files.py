@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.lab.simulator.conversations import mooncake, multi_turn, weka
-from cluster.lab.simulator.conversations.conversation import Ask, Ids
+from cluster.lab.simulator.conversations.dialogue import Ask, Ids
 from cluster.lab.simulator.conversations.json_objects import decode, objects
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from cluster.lab.simulator.conversations.conversation import ID_LIMIT, MAX_TOKENS, Ask, Conversation, Ids
+from cluster.lab.simulator.conversations.dialogue import ID_LIMIT, MAX_TOKENS, Ask, Dialogue, Ids
 from cluster.lab.simulator.conversations.json_objects import decode
 from cluster.lab.simulator.conversations.texts import OUTPUT_TOKENS, say_texts
 from engine.errors import InvalidParameter
@@ -80,7 +80,7 @@ class MooncakeLine(msgspec.Struct, frozen=True):
 def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
     """Return the requests of all lines. Raises InvalidParameter."""
     asks: list[Ask] = []
-    begun: dict[str, tuple[Conversation, float]] = {}  # by session: and the newest timestamp, in ms
+    begun: dict[str, tuple[Dialogue, float]] = {}  # by session: and the newest timestamp, in ms
     sessions = count()
     for place, data in lines:
         line = decode(MooncakeLine, place, data)
@@ -89,7 +89,7 @@ def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
             asks.append(Ask((line.timestamp or 0.0) / 1000, line.input_length, line.output_tokens, [*line.hash_ids]))
             continue
         at = line.timestamp or 0.0
-        new = Conversation(ids, next(sessions), at / 1000) if line.session_id not in begun else None
+        new = Dialogue(ids, next(sessions), at / 1000) if line.session_id not in begun else None
         talk, before = (new, at) if new is not None else begun[line.session_id or ""]
         if line.is_whole:
             talk.forget()

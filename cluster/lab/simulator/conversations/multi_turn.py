@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from cluster.lab.simulator.conversations.conversation import MAX_TOKENS, Ask, Conversation, Ids
+from cluster.lab.simulator.conversations.dialogue import MAX_TOKENS, Ask, Dialogue, Ids
 from cluster.lab.simulator.conversations.json_objects import decode
 from cluster.lab.simulator.conversations.texts import OUTPUT_TOKENS, say_texts
 from engine.errors import InvalidParameter
@@ -59,7 +59,7 @@ class MultiTurn(msgspec.Struct, frozen=True):
 def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
     """Return the requests of all lines. Lines of one `session_id` are one conversation. Raises InvalidParameter."""
     asks: list[Ask] = []
-    begun: dict[str, tuple[Conversation, float]] = {}  # by session: and the newest timestamp, in ms
+    begun: dict[str, tuple[Dialogue, float]] = {}  # by session: and the newest timestamp, in ms
     sessions = count()
     for place, data in lines:
         line = decode(MultiTurn, place, data)
@@ -68,7 +68,7 @@ def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
             talk, timestamp = begun[line.session_id]
         else:
             timestamp = first.timestamp or 0.0
-            talk = Conversation(ids, next(sessions), timestamp / 1000)
+            talk = Dialogue(ids, next(sessions), timestamp / 1000)
         for number, turn in enumerate(line.turns):
             _check(place, number, turn)
             say_texts(talk, ids, [(turn.role, text) for text in turn.all_texts])

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cluster.lab.simulator.conversations.conversation import MAX_TOKENS, Ask, Ids
+from cluster.lab.simulator.conversations.dialogue import MAX_TOKENS, Ask, Ids
 from cluster.lab.simulator.conversations.json_objects import decode
 from engine.errors import InvalidParameter
 

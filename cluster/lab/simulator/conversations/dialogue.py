@@ -59,7 +59,7 @@ class Ask:
         return self.at_s + self.output_tokens * TOKEN_S
 
 
-class Conversation:
+class Dialogue:
     """Prompts that grow by each answer, and by what is said next."""
 
     def __init__(self, ids: Ids, session: int, at_s: float = 0.0, agent: int = 0, after: Sequence[Ask] = ()):
