@@ -10,6 +10,7 @@ Servers that are not given, or have no form of the model, are left out, and a li
 from __future__ import annotations
 
 import asyncio
+import signal
 import statistics
 import sys
 from collections.abc import Callable
@@ -114,8 +115,10 @@ async def most_sessions(url: str, load: SessionLoad, first: int) -> tuple[int, l
             return found is not None and found.good >= load.good
 
         good, bad = 0, first
-        while bad <= MAX_SESSIONS and await keeps(bad):
+        while await keeps(bad):
             good, bad = bad, 2 * bad
+            if bad > MAX_SESSIONS:
+                return good, tried
         while bad - good > 1 and bad > CLOSE * good:
             middle = (good + bad) // 2
             good, bad = (middle, bad) if await keeps(middle) else (good, middle)
@@ -203,11 +206,11 @@ def main(
     answer: Annotated[int, typer.Option(min=1, help="Tokens of these answers.")] = 4,
     think_s: Annotated[float, typer.Option(min=0, help="Mean pause between two warm turns.")] = 1.0,
     seconds: Annotated[float, typer.Option(min=1, help="How long warm turns are beside cold prompts.")] = 60.0,
-    alone: Annotated[int, typer.Option(min=1, help="Warm turns that are measured alone.")] = 60,
-    prompts: Annotated[int, typer.Option(min=1, help="Cold prompts that are measured alone.")] = 5,
+    alone: Annotated[int, typer.Option(min=1, help="Warm turns that are measured alone.")] = 50,
+    prompts: Annotated[int, typer.Option(min=1, help="Cold prompts that are measured alone.")] = 3,
     scale: Annotated[float, typer.Option(help="Factor of the tokens of sessions.")] = 0.01,
     time_scale: Annotated[float, typer.Option(min=0, help="Factor of the times of their tools.")] = 0.25,
-    window_s: Annotated[float, typer.Option(min=1, help="How long the turns of a number of sessions count.")] = 20.0,
+    window_s: Annotated[float, typer.Option(min=1, help="How long the turns of a number of sessions count.")] = 15.0,
     longest: Annotated[int, typer.Option(min=1, help="Tokens of a context that all servers take.")] = 4000,
     ttft_ms: Annotated[float, typer.Option(min=1, help="Target of the time to the first token.")] = 1000.0,
     tpot_ms: Annotated[float, typer.Option(min=1, help="Target of the time per token after it.")] = 50.0,
@@ -225,6 +228,7 @@ def main(
         tpot_s=tpot_ms / 1000, good=good,
     )  # fmt: skip
     servers, left_out = servers_of(model, vllm, vllm_model, llamacpp)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no server is left behind
     found = []
     for server in servers:
         with server.running() as url:

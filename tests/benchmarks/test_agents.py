@@ -74,12 +74,14 @@ def test_a_turn_is_good_if_it_keeps_both_targets():
 
 
 @pytest.mark.parametrize(
-    ("enough", "found", "tried"), [(0, 0, [4, 2, 1]), (5, 5, [4, 8, 6, 5]), (16, 16, [4, 8, 16, 32, 24, 20])]
+    ("enough", "found", "tried"),
+    [(0, 0, [4, 2, 1]), (5, 5, [4, 8, 6, 5]), (16, 16, [4, 8, 16, 32, 24, 20]), (99, 64, [4, 8, 16, 32, 64])],
 )
 def test_the_most_sessions_are_found_by_doubling_and_halving(monkeypatch, enough, found, tried):
     async def fake(client: OpenAIClient, load: SessionLoad, sessions: int) -> SessionFigures:
         return SessionFigures(sessions, 10, float(sessions <= enough), 0.1, 1.0, None)
 
     monkeypatch.setattr("benchmarks.agents.run_sessions", fake)
+    monkeypatch.setattr("benchmarks.agents.MAX_SESSIONS", 64)
     most, figures = asyncio.run(most_sessions("http://127.0.0.1:1", LOAD, 4))
     assert (most, [each.sessions for each in figures]) == (found, tried)
