@@ -34,7 +34,7 @@ class TraceLoad(ServeLoad):
         refuse_idle(
             given_flags(load),
             (FROM_TRACE, True, "with --trace, which tells it"),
-            (FROM_FILE, is_file(name), "with the file of --trace, which tells it"),
+            (FROM_FILE, is_file(name), "with --trace, which tells it"),
         )
         trace = trace_of(name, load).scaled(load.scale).in_time(load.time_scale)
         if load.max_active_conversations is not None:

@@ -268,7 +268,7 @@ def make_trace(name: str, requests: int, rate: float, *, burstiness: float = 1.0
 
 def is_file(name: str) -> bool:
     """Return whether a trace is read from a file, or from a folder of files."""
-    return name not in KINDS and Path(name).exists()
+    return bool(name) and name not in KINDS and Path(name).exists()
 
 
 def _check_burstiness(burstiness: float) -> None:

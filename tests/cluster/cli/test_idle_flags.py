@@ -21,7 +21,11 @@ IGNORED = {
     "bench serve": {
         "--burstiness 0.5": "without --request-rate: all requests are sent at once",
         "--prefix-groups 3": "without --prefix-len",
+        "--scale 0.5": "without --trace",
+        "--time-scale 0.5": "without --trace",
+        "--max-active-conversations 3": "without --trace",
     },
+    "bench serve --trace agents": {"--input-len 3": "with --trace, which tells it"},
     "bench serve --text": {"--vocab-size 300": "with --text or --endpoint chat, which send words"},
     "bench serve --endpoint chat": {"--vocab-size 300": "with --text or --endpoint chat, which send words"},
     "bench serve --trace FILE": {

@@ -21,6 +21,7 @@ COST = {"step_s": 0.01, "token_s": 1e-4, "sequence_s": 1e-3, "pair_s": 1e-9, "co
 PLAN = "--plan --ttft-ms 500 --tpot-ms 12 --max-gpus 4"
 AMID = {  # other flags, which say what a flag can change
     "a file": "--trace FILE",
+    "conversations": "--trace TALKS",
     "a name": "--trace shared-prefix --rate 100",
     "two pools": "--trace FILE --prefill-replicas 1",
     "a cost": "--trace FILE --cost COST",
@@ -41,6 +42,8 @@ CHANCE = {  # what would change something in a longer simulation
 }
 VALUES = {  # of each flag, one that matters
     "trace": "fixed",
+    "scale": "0.5",
+    "max_active_conversations": "2",
     "requests": "9",
     "rate": "20",
     "burstiness": "0.1",
@@ -86,8 +89,10 @@ def files(tmp_path_factory) -> dict[str, Path]:
         for i in range(16)
     ]
     (folder / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    turns = [{"session_id": str(i % 5), "input_length": 1100 + i, "output_length": 20, "delay": i} for i in range(16)]
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, turns)))
     (folder / "cost.json").write_text(json.dumps({"cost": COST}))
-    return {"FILE": folder / "t.jsonl", "COST": folder / "cost.json"}
+    return {"FILE": folder / "t.jsonl", "TALKS": folder / "talks.jsonl", "COST": folder / "cost.json"}
 
 
 def simulated(options: str, files: dict[str, Path]) -> Any:

@@ -62,10 +62,8 @@ def test_what_a_server_finds_cached_is_counted(server):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--scale", "0.5"], "--scale must be left out without --trace"),
         (["--trace", "agents"], "request_rate must be given with --trace agents"),
         (["--trace", "missing.jsonl", "--request-rate", "1"], "a file, or one of agents"),
-        (["--trace", "agents", "--request-rate", "1", "--input-len", "5"], "--input-len must be left out with --trace"),
         (["--trace", "fixed", "--request-rate", "1", "--max-active-conversations", "2"], "has no conversations"),
     ],
 )
