@@ -19,8 +19,8 @@ def objects(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the place and the bytes of each object: of each line of a file, of a file whose first line is no object by
     itself, or of each file `*.json` of a folder."""
     if path.is_dir():
-        for file in sorted(path.glob("*.json")):
-            yield from objects(file)
+        for inside in sorted(path.glob("*.json")):
+            yield from objects(inside)
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):

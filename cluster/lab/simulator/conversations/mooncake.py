@@ -88,9 +88,8 @@ def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
         if line.session_id is None and line.input_length is not None:
             asks.append(Ask((line.timestamp or 0.0) / 1000, line.input_length, line.output_tokens, [*line.hash_ids]))
             continue
-        at = line.timestamp or 0.0
-        new = Dialogue(ids, next(sessions), at / 1000) if line.session_id not in begun else None
-        talk, before = (new, at) if new is not None else begun[line.session_id or ""]
+        at, session = line.timestamp or 0.0, line.session_id or place  # a line of none is one by itself
+        talk, before = begun.get(session) or (Dialogue(ids, next(sessions), at / 1000), at)
         if line.is_whole:
             talk.forget()
         if line.input_length is None:
@@ -99,8 +98,7 @@ def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
             talk.say(_pieces(line.input_length, line.hash_ids, ids))
         passed = 0.0 if line.timestamp is None else max(0.0, line.timestamp - before)
         asks.append(talk.ask(line.output_tokens, (passed if line.delay is None else line.delay) / 1000))
-        if line.session_id is not None:
-            begun[line.session_id] = talk, before if line.timestamp is None else line.timestamp
+        begun[session] = talk, before if line.timestamp is None else line.timestamp
     if any(ask.pieces for ask in asks):
         for ask in asks:
             if ask.session is None:

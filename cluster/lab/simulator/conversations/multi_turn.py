@@ -63,12 +63,8 @@ def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
     sessions = count()
     for place, data in lines:
         line = decode(MultiTurn, place, data)
-        first = line.turns[0]
-        if line.session_id in begun:
-            talk, timestamp = begun[line.session_id]
-        else:
-            timestamp = first.timestamp or 0.0
-            talk = Dialogue(ids, next(sessions), timestamp / 1000)
+        at, session = line.turns[0].timestamp or 0.0, line.session_id or place  # a line of none is one by itself
+        talk, timestamp = begun.get(session) or (Dialogue(ids, next(sessions), at / 1000), at)
         for number, turn in enumerate(line.turns):
             _check(place, number, turn)
             say_texts(talk, ids, [(turn.role, text) for text in turn.all_texts])
@@ -78,8 +74,7 @@ def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
             timestamp = timestamp if turn.timestamp is None else turn.timestamp
             think_s = (passed if turn.delay is None else turn.delay) / 1000
             asks.append(talk.ask(turn.output_length or OUTPUT_TOKENS, think_s))
-        if line.session_id is not None:
-            begun[line.session_id] = talk, timestamp
+        begun[session] = talk, timestamp
     return asks
 
 
