@@ -61,6 +61,19 @@ def test_all_requests_of_agents_end_on_any_number_of_replicas():
         assert report.completed == 150 and report.hit_rate > 0.8
 
 
+def test_turns_come_at_the_same_times_whether_steps_are_taken_at_once_or_not():
+    trace = make_trace("agents", 120, 5.0).scaled(0.005).with_active(4)
+    found = []
+    for at_once in (0, 64):
+        cluster = Cluster(
+            small_cluster(replicas=2, num_blocks=2000, router="prefix_aware"), trace, fast_forward=at_once
+        )
+        cluster.run()
+        found.append(cluster.results)
+    assert found[0].arrived_at.tolist() == found[1].arrived_at.tolist()
+    assert found[0].last_at.tolist() == found[1].last_at.tolist()
+
+
 def test_a_conversation_begins_as_another_ends_if_no_more_may_be_active():
     turns = [turn(0), turn(1), turn(2), turn(0, 0), turn(3), turn(0, 0, agent=1)]
     limited = with_active(turns, [0, 1, 2, 3, 4, 5], 2)
