@@ -297,14 +297,12 @@ def test_no_file_of_the_engine_names_ray():
     ("code", "absent"),
     [
         pytest.param(
-            "import torch, engine.offline.llm, engine.serving.server\n"
-            "from engine.model.config import ModelConfig\n"
-            "from engine.model.models.registry import build_model\n"
-            "from engine.model.shard import ShardPlan\n"
-            "from engine.pocket import PATH\n"
-            "build_model(ModelConfig.from_folder(PATH), ShardPlan(), torch.float32, 'meta')",
-            {"ray", "transformers"},
-            id="the engine without Ray, and a native model without transformers",
+            "import engine.offline.llm, engine.serving.server\n"
+            "from engine.assembly.build import build_engine\n"
+            "from engine.config import EngineConfig\n"
+            "build_engine(EngineConfig(num_gpu_blocks_override=8, max_model_len=64, num_threads=1)).close()",
+            {"ray", "transformers", "torch._dynamo", "sympy"},
+            id="the engine of a native model without Ray, transformers and compilers of graphs",
         ),
         # each takes seconds, also of the start of a server, which looks at its configuration first
         pytest.param(

@@ -24,7 +24,7 @@ from engine.model.checkpoint.overlay import engine_folder
 from engine.model.config import ModelConfig
 from engine.model.config_parts.stage import ALL_LAYERS, Stage
 from engine.model.loader import open_weights, tensors_by_file
-from engine.model.models.images.image_encoder import encoder_config
+from engine.model.models.images.encoder_config import encoder_config
 from engine.model.quantization.method import METHODS
 from engine.model.quantization.packed_int import PackedInt
 from engine.model.stage import config_of, nth_stage

@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model.config import ModelConfig
-from engine.model.models.images.image_encoder import encoder_config
+from engine.model.models.images.encoder_config import encoder_config
 
 
 def fit(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, ModelConfig]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.core.mail.courier import Courier
 from engine.kv_transfer.fingerprint import fingerprint
-from engine.model.models.images.image_encoder import encoder_config
+from engine.model.models.images.encoder_config import encoder_config
 from engine.parts.handoffs.open_channel import open_channel
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager, NoImages
 from engine.parts.images.image_courier import ImageCourier

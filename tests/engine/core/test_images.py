@@ -18,10 +18,10 @@ from engine.core.engine import EngineCore
 from engine.core.engine_stats import load_of
 from engine.core.request import Request
 from engine.errors import ConfigError, InvalidParameter
-from engine.model.models.images.image_input import vision_encoder
 from engine.model.transformers_backend import tower_attention, vision
 from engine.model.transformers_backend.example_image import example_image
 from engine.parts.images.encoder_cache_manager import EncoderCacheManager
+from engine.parts.images.rank.encoder_cache import vision_encoder
 from engine.parts.images.rank.images import Images
 from engine.parts.kept import images_of
 from engine.wire.block_hash import block_hashes

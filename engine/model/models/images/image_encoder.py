@@ -8,41 +8,15 @@ cache finds images by their hash.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ConfigError
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.shard import ShardPlan
 from engine.model.tensor_names import NativeNames, is_of_text
 from engine.model.transformers_backend.vision import VisionEncoder
-
-ARCHITECTURE = "ImageEncoder"
-
-
-def encoder_config(config: ModelConfig) -> ModelConfig:
-    """Return the configuration of an engine that encodes images for engines with `config`. Raises ConfigError.
-
-    A token's embedding, and its features for each of the first layers (deepstack), each take the K and V of one layer.
-    """
-    if config.vision is None:
-        raise ConfigError("encode", config.architecture, "left out: this model reads text only")
-    return replace(
-        config,
-        architecture=ARCHITECTURE,
-        num_layers=1 + config.vision.deepstack,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=config.hidden_size // 2,
-        rope=config.rope[:1],
-        window=(None,) * (1 + config.vision.deepstack),
-        vision=replace(config.vision, rope_axes=()),
-        mixins=(),
-        layer_kv=(),
-    )
 
 
 class ImageEncoder(NativeNames, nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.model.config import ModelConfig
-from engine.model.models.llama import LlamaForCausalLM, Model
+from engine.model.models.llama import LlamaForCausalLM
 from engine.model.shard import ShardPlan
 from engine.model.tensor_names import is_of_text
 from engine.model.transformers_backend.vision import VisionEncoder
@@ -25,8 +25,3 @@ class TakesImages(LlamaForCausalLM):
         if self.vision is None or is_of_text(name):
             return super().canonical_name(name)
         return self.vision.canonical_name(name)
-
-
-def vision_encoder(model: Model) -> VisionEncoder | None:
-    """Return a model's vision encoder; None if it has none here."""
-    return getattr(model, "vision", None)

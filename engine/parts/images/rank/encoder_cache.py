@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.model.config import ModelConfig
-from engine.model.models.images.image_input import vision_encoder
 from engine.model.models.llama import Model
 from engine.model.transformers_backend.example_image import example_image
 from engine.wire.parts.images import ImageStep, MultiModalFeatureSpec
+
+if TYPE_CHECKING:  # it takes seconds
+    from engine.model.transformers_backend.vision import VisionEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -91,3 +94,8 @@ class EncoderCache:
         # NaN ends the requests with this image, and no others
         logger.error("an image cannot be encoded mm_hash=%s: %s", images[0].mm_hash.hex(), problem)
         return {images[0].mm_hash: torch.full(shape, torch.nan, dtype=self._dtype, device=self._device)}
+
+
+def vision_encoder(model: Model) -> VisionEncoder | None:
+    """Return a model's vision encoder; None if it has none here."""
+    return getattr(model, "vision", None)

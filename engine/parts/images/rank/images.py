@@ -18,11 +18,10 @@ from engine.distributed.tp_group import TPGroup
 from engine.model.batch import Batch, DeepStack
 from engine.model.config_parts.vision import VisionConfig
 from engine.model.layers.rope import rope_table
-from engine.model.models.images.image_encoder import encoder_config
-from engine.model.models.images.image_input import vision_encoder
+from engine.model.models.images.encoder_config import encoder_config
 from engine.model.models.llama import Model
 from engine.model.transformers_backend.example_image import example_image
-from engine.parts.images.rank.encoder_cache import EmbeddingRows, EncoderCache
+from engine.parts.images.rank.encoder_cache import EmbeddingRows, EncoderCache, vision_encoder
 from engine.runner import kv_cache
 from engine.runner.graphs.warm_up import SAMPLINGS, plan
 from engine.runner.layer_runner import LayerRunner, Run
