@@ -14,7 +14,7 @@ from cluster.cli.sample_request import REQUESTS, curl
 from deployments.frontend.api_keys import key_line
 from deployments.http.middleware import AuthConfig
 from engine.wire.parts.pooling import SupportedTasks
-from tests.deployments.fake_api import FakeApi, fake_api
+from tests.deployments.fake_api import FakeApi, fake_api, says
 
 ADDRESS = "http://127.0.0.1:8000"
 
@@ -42,16 +42,15 @@ async def sent(api: FakeApi, command: str, key: str = "") -> httpx.Response:
 @pytest.mark.parametrize("task", REQUESTS)
 async def test_a_model_of_every_task_answers_the_request_for_it(task):
     name = "it's-a/model"
-    async with fake_api(
-        names=(name,), supported_tasks=SupportedTasks(names=(task.replace("chat", "generate"),), embedding_size=4)
-    ) as api:
+    tasks = SupportedTasks(names=(task.replace("chat", "generate"),), embedding_size=4)
+    async with fake_api(says("A large sea."), names=(name,), supported_tasks=tasks) as api:
         response = await sent(api, curl(ADDRESS, name, task, needs_key=False))
     assert response.status_code == 200, response.text
 
 
 async def test_a_server_with_keys_answers_the_request_with_the_key_of_the_variable():
     auth = AuthConfig(api_keys=(key_line("alice", "sk-a"),))
-    async with fake_api(auth=auth) as api:
+    async with fake_api(says("A large sea."), auth=auth) as api:
         statuses = [
             (await sent(api, curl(ADDRESS, "fake", "chat", needs_key=needs_key), "sk-a")).status_code
             for needs_key in (True, auth.has_keys, AuthConfig().has_keys)
