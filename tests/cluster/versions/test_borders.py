@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import cache
 
 from cluster.versions.borders import BETWEEN_RANKS, forms
-from tests.imports import ROOT
+from tests.imports import ROOT, statements
 
 PACKAGES = ("engine", "placement", "deployments", "cluster")
 WITHIN_AN_ENGINE = {
@@ -27,12 +29,7 @@ FOR_COMMANDS = {"ClusterState", "RequestTimeline", "VersionDescription"}
 BASES = {"Command"}
 KIND_AT = {"Decoder": 0, "ask": 1, "ask_one": 1, "Records": 2, "PullSocket": 2}
 """Calls that are given the kind of what they decode, and at which place."""
-
-
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*.py")):
-            yield file, ast.parse(file.read_text(encoding="utf-8"))
+DECODES = re.compile(rf"\btype=|\b({'|'.join(KIND_AT)})\b")
 
 
 def read_in(tree: ast.AST, cls: str = "cls") -> Iterator[str]:
@@ -48,17 +45,37 @@ def read_in(tree: ast.AST, cls: str = "cls") -> Iterator[str]:
             yield cls if each == "cls" else each
 
 
+@dataclass
+class Said:
+    """What our sources say. read: types of what is decoded. unions: members by name. bases: of each class."""
+
+    read: set[str] = field(default_factory=set)
+    unions: dict[str, set[str]] = field(default_factory=dict)
+    bases: dict[str, set[str]] = field(default_factory=dict)
+
+
+@cache
+def said() -> Said:
+    found = Said()
+    for file in [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]:
+        text = file.read_text(encoding="utf-8")
+        tree, *inside = statements(text)
+        assert isinstance(tree, ast.Module)
+        for node in inside:
+            if isinstance(node, ast.ClassDef):
+                found.bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+                members = {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
+                found.unions |= {target.id: members for target in node.targets[:1] if isinstance(target, ast.Name)}
+        if DECODES.search(text):
+            found.read.update(read_in(tree))
+    return found
+
+
 def test_whatever_a_process_decodes_is_held_to_the_rules_or_is_named_here():
-    files = list(sources())
-    classes = {node.name for _, tree in files for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    unions = {
-        node.targets[0].id: {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
-        for _, tree in files
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.BinOp)
-    }
-    found = {name for _, tree in files for name in read_in(tree)}
-    found = found.union(*(unions[name] for name in found & unions.keys())) & classes
+    found, unions = said().read, said().unions
+    found = found.union(*(unions[name] for name in found & unions.keys())) & said().bases.keys()
     assert {"TokenBatch", "JobRecord", "BatchRecord", "Envelope", "EngineTape", "HeldPrompts"} <= found
     private = {name for name in found if name.startswith("_")}
     known = {name.partition("[")[0] for name in forms()}
@@ -72,12 +89,6 @@ def below(bases: set[str], of_class: dict[str, set[str]]) -> set[str]:
 
 
 def test_no_kind_of_command_question_or_record_of_a_part_is_left_out():
-    of_class = {
-        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
-        for _, tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
-    between_ranks = {kind.__name__ for kind in BETWEEN_RANKS}
+    of_class, between_ranks = said().bases, {kind.__name__ for kind in BETWEEN_RANKS}
     kinds = below({"Command", "PartRecord", "ReplicaQuestion"}, of_class) - {"Question"}
     assert kinds - between_ranks - below(between_ranks, of_class) - forms().keys() == set()
