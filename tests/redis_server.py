@@ -62,7 +62,8 @@ def redis_server(persistent: bool = False) -> Iterator[RedisServer]:
         program = str(Path(package.origin).parent / "bin" / "redis-server")
     if program is None:
         pytest.skip("there is no redis-server")
-    patience = mock.patch("deployments.storage.redis.TIMEOUT_S", 60.0)  # of this process: the machine may be busy
+    # of this process: the machine may be busy, and few tests are about a Redis that has just started
+    patience = mock.patch.multiple("deployments.storage.redis", TIMEOUT_S=60.0, SETTLE_S=0.05)
     with tempfile.TemporaryDirectory() as folder, patience:
         path = Path(folder) / "redis.sock"
         command = [program, "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", folder]

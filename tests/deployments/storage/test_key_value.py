@@ -195,6 +195,7 @@ async def test_no_lease_is_taken_before_its_holder_has_stored_it_again_in_a_redi
     redis, monkeypatch
 ):
     monkeypatch.setattr(lease, "RENEW_S", 0.05)
+    monkeypatch.setattr(redis_module, "SETTLE_S", 1.0)
     holder, idle = Lease(RedisStore(redis.url), "job"), RedisStore(redis.url)
     assert await holder.take(await idle.settled())
     async with holder.kept():
