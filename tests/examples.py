@@ -5,6 +5,6 @@ from __future__ import annotations
 import os
 
 
-def examples(count: int) -> int:
-    """`count` with `make test-all`, which sets TEST_SEED; an eighth of it in every other run."""
-    return count if os.environ.get("TEST_SEED") else max(1, count // 8)
+def examples(count: int, parts: int = 8) -> int:
+    """`count` with `make test-all`, which sets TEST_SEED; an eighth of it in every other run, or another part."""
+    return count if os.environ.get("TEST_SEED") else max(1, count // parts)

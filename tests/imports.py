@@ -6,21 +6,37 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 
 
+class Outline(NamedTuple):
+    """modules: full names of everything that is imported anywhere, functions and TYPE_CHECKING blocks included.
+    classes: those inside functions too, each with the number of arguments that its own constructor takes."""
+
+    modules: set[str]
+    classes: list[tuple[str, int]]
+
+
 @cache
-def imported_modules(source: str) -> set[str]:
-    """Full names of everything that is imported anywhere, functions and TYPE_CHECKING blocks included."""
-    modules = set()
+def outline(source: str) -> Outline:
+    found = Outline(set(), [])
     for node in statements(source):
         if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
+            found.modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             assert node.module is not None
-            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return modules
+            found.modules.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ClassDef):
+            made_by = [each.args for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+            counts = [len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1 for given in made_by]
+            found.classes.append((node.name, max(counts, default=0)))
+    return found
+
+
+def imported_modules(source: str) -> set[str]:
+    return outline(source).modules
 
 
 def statements(source: str) -> Iterator[ast.AST]:

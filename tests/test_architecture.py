@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from deployments.parts.table import PARTS, spec_of
-from tests.imports import ROOT, imported_files, imported_modules, imported_packages, statements
+from tests.imports import ROOT, imported_files, imported_modules, imported_packages, outline
 
 ORDER = ["engine", "placement", "deployments", "cluster", "manta"]  # each may import those before it
 # the rooms of engine/, in reading order; rooms of one line do not import each other
@@ -48,16 +47,8 @@ def circle_in(arrows: dict[Path, set[Path]]) -> list[Path]:
     return []
 
 
-@cache
 def classes_of(file: Path) -> list[tuple[str, int]]:
-    """The classes of a file, also those inside functions, and how many arguments their own constructors take."""
-    found = []
-    for node in statements(file.read_text(encoding="utf-8")):
-        if isinstance(node, ast.ClassDef):
-            made_by = [each.args for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-            counts = [len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1 for given in made_by]
-            found.append((node.name, max(counts, default=0)))
-    return found
+    return outline(file.read_text(encoding="utf-8")).classes
 
 
 def uses_torch_distributed(source: str) -> bool:

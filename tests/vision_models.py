@@ -275,11 +275,18 @@ def expected_logprobs(folder: Path, prompt: Prompt) -> torch.Tensor:
     return transformers_model(folder)(**model_inputs(prompt)).logits[0, -1].log_softmax(-1)
 
 
+continuations: dict[tuple[object, ...], list[int]] = {}
+"""What `expected_tokens` has found, for which several tests ask."""
+
+
 def expected_tokens(folder: Path, prompt: Prompt, max_tokens: int) -> list[int]:
     """The greedy continuation by transformers; it ends where the model does.
 
     Qwen's prompts have to end with text: behind an image, `generate` goes on from the last position of each axis, where
     the model's own `get_rope_index` (and the engine) goes on from the highest one.
     """
-    out = transformers_model(folder).generate(**model_inputs(prompt), max_new_tokens=max_tokens, do_sample=False)
-    return out[0, len(prompt.tokens) :].tolist()
+    key = folder, max_tokens, *prompt.tokens, *(image.mm_hash for image in prompt.images)
+    if key not in continuations:
+        out = transformers_model(folder).generate(**model_inputs(prompt), max_new_tokens=max_tokens, do_sample=False)
+        continuations[key] = out[0, len(prompt.tokens) :].tolist()
+    return continuations[key]

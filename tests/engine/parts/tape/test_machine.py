@@ -106,7 +106,8 @@ class TapedTieredCacheMachine(Replayed, Evicting, TieredCacheMachine):
     harness = TapedTieredCacheHarness
 
 
-RULES = settings(max_examples=examples(100), stateful_step_count=40, phases=[Phase.generate])
+# few in an ordinary run, in which the tests of these machines run without a tape, too
+RULES = settings(max_examples=examples(100, 16), stateful_step_count=40, phases=[Phase.generate])
 TestTape = TapedMachine.TestCase
 TestCopy = CopiedMachine.TestCase
 TestDecodeTape = TapedDecodeMachine.TestCase
