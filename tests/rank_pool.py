@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -17,7 +18,7 @@ from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.distributed.group_options import group_options
 from engine.distributed.tp_group import TPGroup
-from engine.errors import ServingError
+from engine.errors import EngineUnavailable, ServingError
 from tests.engine_processes import with_engine
 from tests.processes import outlives_test
 
@@ -112,3 +113,13 @@ def serve(pipe: Connection) -> None:
 def run_worker(config: EngineConfig, rank: int, address: str, options: dict[str, Any]) -> None:
     group = TPGroup.connect(rank, config.num_ranks, address, TIMEOUT_S, **options)
     open_worker(config, group).run()
+
+
+def check_imports() -> None:
+    """Raise EngineUnavailable if the first engine of this process imports anything of what takes seconds."""
+    before = {*sys.modules}
+    config = EngineConfig(device="cpu", dtype="float32", num_gpu_blocks_override=8, max_model_len=64, num_threads=1)
+    build_engine(config).close()
+    packages = {name.partition(".")[0] for name in {*sys.modules} - before}
+    if found := packages & {"engine", "torch", "transformers", "numba"}:
+        raise EngineUnavailable(f"imports of {found}")

@@ -20,7 +20,7 @@ from engine.wire.token_delta import TokenLogprob
 from tests.deltas import deltas_of
 from tests.models import FAMILIES, make_model, with_slow
 from tests.products import each_once, few, in_turns, pairwise, slow
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankPool, check_imports
 
 MAX_TOKENS = 12
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
@@ -154,6 +154,13 @@ def test_ranks_give_the_tokens_of_one_rank_with_preemption_and_cached_prefixes(
     assert len(set(outcome.tokens["greedy"])) > 2, "output that repeats one token would prove nothing"
     check_logprobs(outcome.logprobs["with logprobs"], expected.logprobs["with logprobs"])
     check_logprobs(outcome.prompt_logprobs["with logprobs"], expected.prompt_logprobs["with logprobs"])
+
+
+def test_the_process_of_a_rank_has_what_its_first_engine_imports():
+    """Else each of them takes seconds for that (tests/started_engine.py)."""
+    with RankPool() as fresh:
+        fresh.call(1, check_imports)
+        fresh.answer(1)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
