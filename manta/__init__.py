@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from deployments.http.middleware import around_serve
     from engine.offline.llm import LLM
     from engine.offline.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         Logprob,
+        PoolingOutput,
         PoolingRequestOutput,
         RequestOutput,
         ScoringOutput,
@@ -33,12 +36,15 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AutoscalingPolicy",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "LLMConfig",
     "LoRARequest",
     "Logprob",
+    "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
     "ProcessorConfig",
@@ -63,12 +69,9 @@ NOT_HERE = dict.fromkeys(  # names of vLLM, with the alternative
 ) | {
     "AsyncLLMEngine": "use LLM, or `manta serve`",
     "BeamSearchParams": "use SamplingParams(n=N), and choose by cumulative_logprob",
-    "ClassificationOutput": "models generate, embed or score: use LLM.score",
-    "ClassificationRequestOutput": "models generate, embed or score: use LLM.score",
     "GuidedDecodingParams": "use StructuredOutputsParams",
     "LLMEngine": "use LLM, or `manta serve`",
     "ModelRegistry": "docs/models.md lists the models; CONTRIBUTING.md says how to add one",
-    "PoolingOutput": "use LLM.embed, whose results are EmbeddingRequestOutput",
     "RequestOutputKind": "a result is returned when it is complete",
     "initialize_ray_cluster": "use ray.init, or `manta serve --address`",
 }

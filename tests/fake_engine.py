@@ -245,10 +245,12 @@ class FakeEngine:
 
 
 def pooled(request: GenerateRequest) -> bytes:
-    """A vector of the prompt's first token, its last one, its length and their sum; or a score, which is its length."""
+    """A vector of the prompt's first token, its last one, its length and their sum, for a task of tokens once for each
+    token; or a score, which is its length."""
     prompt = request.prompt
     params = request.record(PoolingParams)
     assert params is not None
     if params.task == "score":
         return np.array([len(prompt)], "<f4").tobytes()
-    return np.array([prompt[0], prompt[-1], len(prompt), sum(prompt)], "<f4")[: params.dimensions].tobytes()
+    vector = np.array([prompt[0], prompt[-1], len(prompt), sum(prompt)], "<f4")[: params.dimensions]
+    return vector.tobytes() * (len(prompt) if params.of_tokens else 1)

@@ -46,6 +46,16 @@ EMBEDDING_GEMMA = {
     "rope_parameters": GEMMA3_ROPE,
     "use_bidirectional_attention": True,
 }
+EMBEDDING_GEMMA_2 = {
+    **COMMON,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 16,
+    "embedding_dim": 56,
+}
 
 
 @dataclass(frozen=True)
@@ -73,9 +83,13 @@ EMBEDDINGS = {
     "gte_modernbert": Kind("ModernBertModel", "ModernBertConfig", MODERNBERT, "bpe", "cls", normalize=False),
     "qwen3_embedding": Kind("Qwen3Model", "Qwen3Config", QWEN3, "bpe", "lasttoken"),
     "e5_mistral": Kind("MistralModel", "MistralConfig", {**COMMON, "sliding_window": 8}, "bpe", "mean"),
+    "embedding_gemma_2": Kind(
+        "EmbeddingGemma2TextModel", "EmbeddingGemma2TextConfig", EMBEDDING_GEMMA_2, "bpe", "mean"
+    ),
     "embedding_gemma": Kind("Gemma3TextModel", "Gemma3TextConfig", EMBEDDING_GEMMA, "bpe", "mean", dense=(96, 48)),
 }
 ONE = {"num_labels": 1}
+THREE = {"id2label": {0: "sad", 1: "glad", 2: "neither"}, "label2id": {"sad": 0, "glad": 1, "neither": 2}}
 RERANKERS = {
     "ms_marco_minilm": Kind("BertForSequenceClassification", "BertConfig", BERT | ONE, "wordpiece"),
     "bge_reranker": Kind("XLMRobertaForSequenceClassification", "XLMRobertaConfig", ROBERTA | ONE, "unigram"),
@@ -87,6 +101,26 @@ RERANKERS = {
     ),
     "qwen3_reranker_seq_cls": Kind("Qwen3ForSequenceClassification", "Qwen3Config", QWEN3 | ONE, "bpe"),
 }
+CLASSIFIERS = {
+    "bert_emotion": Kind("BertForSequenceClassification", "BertConfig", BERT | THREE, "wordpiece"),
+    "toxic_roberta": Kind(
+        "RobertaForSequenceClassification",
+        "RobertaConfig",
+        ROBERTA | THREE | {"problem_type": "multi_label_classification"},
+        "bpe",
+    ),
+    "modernbert_topics": Kind(
+        "ModernBertForSequenceClassification", "ModernBertConfig", MODERNBERT | {"classifier_pooling": "cls"}, "bpe"
+    ),
+    "qwen3_guard": Kind("Qwen3ForSequenceClassification", "Qwen3Config", QWEN3 | THREE, "bpe"),
+}
+TOKEN_CLASSIFIERS = {
+    "bert_ner": Kind("BertForTokenClassification", "BertConfig", BERT | THREE, "wordpiece"),
+    "xlm_roberta_ner": Kind("XLMRobertaForTokenClassification", "XLMRobertaConfig", ROBERTA | THREE, "unigram"),
+    "modernbert_ner": Kind("ModernBertForTokenClassification", "ModernBertConfig", MODERNBERT | THREE, "bpe"),
+    "qwen3_prm": Kind("Qwen3ForTokenClassification", "Qwen3Config", QWEN3 | THREE, "bpe"),
+}
+KINDS = EMBEDDINGS | RERANKERS | CLASSIFIERS | TOKEN_CLASSIFIERS
 
 
 def make(folder: Path, kind: Kind) -> Path:
@@ -157,6 +191,17 @@ class Reference:
             vector = weight @ vector
             vector = vector if outputs == self.kind.dense[-1] else vector.tanh()
         return F.normalize(vector, dim=0) if self.kind.normalize else vector
+
+    @torch.inference_mode()
+    def vectors(self, ids: list[int]) -> torch.Tensor:
+        """Vectors of all tokens, [tokens, size]."""
+        hidden = self.model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        return F.normalize(hidden, dim=-1) if self.kind.normalize else hidden
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Of the classes of a text [classes], or of each of its tokens [tokens, classes]."""
+        return self.model(input_ids=torch.tensor([ids])).logits[0]
 
     @torch.inference_mode()
     def score(self, query: str, document: str) -> float:

@@ -14,6 +14,8 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by a model's task: path, 
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
     "generate": ("/v1/completions", {"prompt": "An ocean is", "max_tokens": 20}),
     "embed": ("/v1/embeddings", {"input": QUESTION}),
+    "classify": ("/classify", {"input": QUESTION}),
+    "token_classify": ("/pooling", {"input": QUESTION, "task": "token_classify"}),
     "score": ("/v1/rerank", {"query": QUESTION, "documents": ["A lamp.", "A large sea."]}),
 }
 

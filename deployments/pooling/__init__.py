@@ -1,1 +1,1 @@
-"""Embeddings, scores and rankings: requests answered with vectors and numbers instead of text."""
+"""Embeddings, classes, scores and rankings: requests answered with vectors and numbers instead of text."""

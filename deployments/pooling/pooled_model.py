@@ -1,4 +1,4 @@
-"""One model of the API, for embeddings and scores."""
+"""One model of the API, for embeddings, classes and scores."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from deployments.openai.served.served_model import ServedModel
 from deployments.pooling.pooling import PackedPrompt, Pooling
 from deployments.pooling.request_bodies import (
     MAX_PAIR_CHARACTERS,
+    ClassifyBody,
     EmbeddingBody,
     PairsBody,
     PoolingBody,
     RerankBody,
     ScoreBody,
+    TextsBody,
     VectorBody,
 )
 from deployments.pooling.response_bodies import (
+    ClassList,
+    ClassObject,
     EmbeddingList,
     EmbeddingObject,
     PoolingUsage,
@@ -39,10 +43,15 @@ from deployments.pooling.response_bodies import (
 )
 from engine.errors import InvalidParameter, PromptTooLong, RequestError
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
-from engine.wire.parts.pooling import PoolingParams, Task
+from engine.wire.parts.pooling import PoolingParams, PoolingTask
 
 TOKENIZED_AT_ONCE = 32
 """Texts per batch: the GIL is released while they are tokenized, but held while their tokens are handled."""
+MAX_NUMBERS = 2**24
+"""Limit of the numbers for all tokens of a request: 64 MiB in float32, and some five times as much in JSON."""
+
+TASKS: tuple[PoolingTask, ...] = ("embed", "classify", "token_classify")
+"""Tasks of /pooling if the request names none: the first that the model can do."""
 
 Input = TypeVar("Input", str, tuple[str, str], str | list[int])
 Encode = Callable[[Sequence[Input], PoolingParams], list[PoolingPrompt]]
@@ -56,19 +65,25 @@ class PooledModel:
 
     async def embed(self, body: EmbeddingBody, context: RequestContext) -> EmbeddingList:
         """Return embeddings. Raises RequestError, and Overloaded before any work is done."""
-        params, inputs = body.pooling_params(), body.inputs()
-        self._check("embed", params, body, context)
-        encode = partial(self._prompts.embed, prompt_name=body.prompt_name, add_special_tokens=body.add_special_tokens)
-        prompts = await self._tokenize(inputs, params, encode, "input" if len(inputs) == 1 else "input[{}]")
-        vectors, usage = await self._pool(prompts, body, context)
-        data = await asyncio.to_thread(_embeddings, vectors, body.encoding_format)
+        vectors, usage = await self._numbers("embed", body, context)
+        numbers = await asyncio.to_thread(_encoded, vectors, body.encoding_format)
+        data = [EmbeddingObject(i, each) for i, each in enumerate(numbers)]
         return EmbeddingList(context.response_id, context.created, self._info.name, data, usage)
 
     async def pool(self, body: VectorBody, context: RequestContext) -> VectorList:
-        """Return embeddings as vLLM's /pooling does. Raises the same errors as `embed`."""
-        found = await self.embed(body, context)
-        data = [VectorObject(entry.index, entry.embedding) for entry in found.data]
-        return VectorList(found.id, found.created, found.model, data, found.usage)
+        """Return the numbers of texts, or of their tokens. Raises the same errors as `embed`."""
+        task = body.task or next((task for task in TASKS if task in self._info.supported_tasks), "embed")
+        vectors, usage = await self._numbers(task, body, context)
+        numbers = await asyncio.to_thread(_encoded, vectors, body.encoding_format)
+        data = [VectorObject(i, each) for i, each in enumerate(numbers)]
+        return VectorList(context.response_id, context.created, self._info.name, data, usage)
+
+    async def classify(self, body: ClassifyBody, context: RequestContext) -> ClassList:
+        """Return the classes of texts. Raises the same errors as `embed`."""
+        labels = self._info.supported_tasks.labels
+        found, usage = await self._numbers("classify", body, context)
+        data = [ClassObject(i, labels[probs.argmax()], probs.tolist(), len(probs)) for i, probs in enumerate(found)]
+        return ClassList(context.response_id, context.created, self._info.name, data, usage)
 
     async def score(self, body: ScoreBody, context: RequestContext) -> ScoreList:
         """Return scores. Raises the same errors as `embed`."""
@@ -89,6 +104,32 @@ class PooledModel:
                 result.document = RankedText(documents[result.index])
         return Ranking(context.response_id, self._info.name, results, usage)
 
+    async def _numbers(
+        self, task: PoolingTask, body: TextsBody, context: RequestContext
+    ) -> tuple[list[np.ndarray], PoolingUsage]:
+        """Return the numbers of each text: [size], or [tokens, size] for a task of tokens."""
+        params, inputs = msgspec.structs.replace(body.pooling_params(), task=task), body.inputs()
+        self._check(task, params, body, context)
+        encode = partial(
+            self._prompts.of_texts, prompt_name=body.prompt_name, add_special_tokens=body.add_special_tokens
+        )
+        prompts = await self._tokenize(inputs, params, encode, "input" if len(inputs) == 1 else "input[{}]")
+        if params.of_tokens:
+            self._check_numbers(params, sum(len(prompt.tokens) for prompt in prompts))
+        pooled, usage = await self._pool(prompts, body, context)
+        vectors = [_floats(each) for each in pooled]
+        if params.of_tokens:
+            vectors = [each.reshape(len(own.tokens), -1) for each, own in zip(vectors, prompts, strict=True)]
+        return vectors, usage
+
+    def _check_numbers(self, params: PoolingParams, tokens: int) -> None:
+        """Raise RequestError if the answer to a task of tokens would be too large."""
+        tasks = self._info.supported_tasks
+        size = len(tasks.labels) if params.task == "token_classify" else params.dimensions or tasks.embedding_size
+        if tokens * size > MAX_NUMBERS:
+            limit = f"at most {MAX_NUMBERS // size} tokens together, because each has {size} numbers in the answer"
+            raise RequestError(f"input must have {limit}, got {tokens}", "input")
+
     async def _scores(
         self,
         queries: list[str],
@@ -98,7 +139,8 @@ class PooledModel:
     ) -> tuple[list[float], PoolingUsage]:
         """Return a score for each document. queries: one per document, or one for all."""
         params, reads_pairs = body.pooling_params(), "score" in self._info.supported_tasks
-        self._check("score" if reads_pairs else "embed", params, body, context)
+        compares = not reads_pairs and "embed" in self._info.supported_tasks
+        self._check("embed" if compares else "score", params, body, context)
         each = queries * (len(documents) // len(queries))
         if sum(map(len, [*each, *documents])) + len(documents) * len(body.instruction or "") > MAX_PAIR_CHARACTERS:
             limit = f"{MAX_PAIR_CHARACTERS} characters, with the query counted for each of them"
@@ -112,14 +154,14 @@ class PooledModel:
         refuse_instruction(body.instruction)
         params = msgspec.structs.replace(params, use_activation=True)
         name = "query" if isinstance(body, RerankBody) else "queries[{}]"
-        prompts = await self._tokenize(queries, params, self._prompts.embed_queries, name)
-        prompts += await self._tokenize(documents, params, self._prompts.embed_documents, "documents[{}]")
+        prompts = await self._tokenize(queries, params, self._prompts.of_queries, name)
+        prompts += await self._tokenize(documents, params, self._prompts.of_documents, "documents[{}]")
         pooled, usage = await self._pool(prompts, body, context)
         vectors = [_floats(vector) for vector in pooled]
         firsts, others = vectors[: len(queries)], vectors[len(queries) :]
         return [float(firsts[i % len(firsts)] @ other) for i, other in enumerate(others)], usage
 
-    def _check(self, task: Task, params: PoolingParams, body: PoolingBody, context: RequestContext) -> None:
+    def _check(self, task: PoolingTask, params: PoolingParams, body: PoolingBody, context: RequestContext) -> None:
         """Raise RequestError or Overloaded for problems that can be found without looking at the texts."""
         self._info.supported_tasks.check(task, params.dimensions, f"model {self._info.name!r}")
         self._model.check_priority(body.priority)
@@ -169,15 +211,11 @@ class PooledModel:
         return pooled, PoolingUsage.of(pooling.usage, with_cost=body.reports_cost)
 
 
-def _embeddings(vectors: Sequence[bytes], encoding_format: str) -> list[EmbeddingObject]:
+def _encoded(vectors: Sequence[np.ndarray], encoding_format: str) -> list[Any]:
     """Encode vectors as JSON, one at a time so that the event loop can run in between. Meant for a worker thread."""
-
-    def encoded(vector: bytes) -> Any:
-        if encoding_format == "base64":
-            return base64.b64encode(vector).decode()
-        return msgspec.Raw(msgspec.json.encode(_floats(vector).tolist()))
-
-    return [EmbeddingObject(i, encoded(vector)) for i, vector in enumerate(vectors)]
+    if encoding_format == "base64":
+        return [base64.b64encode(vector).decode() for vector in vectors]
+    return [msgspec.Raw(msgspec.json.encode(vector.tolist())) for vector in vectors]
 
 
 def _floats(pooled: bytes) -> np.ndarray:

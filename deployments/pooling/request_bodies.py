@@ -52,7 +52,7 @@ class PoolingBody(EngineBody):
     truncate_prompt_tokens: int | None = Field(default=None, le=INT32)
     """Length to cut longer texts to, in tokens; -1 for the model's maximum."""
     use_activation: bool | None = None
-    """Whether to scale embeddings to length 1, and to pass scores through a sigmoid."""
+    """Whether to scale embeddings to length 1, and to make scores and the numbers of classes probabilities."""
     priority: int = Field(default=0, ge=-INT32, le=INT32)
     """Smaller runs first, if the engine's `scheduling_policy` is `priority`."""
     cache_salt: str = Field(default="", max_length=1024)
@@ -62,21 +62,14 @@ class PoolingBody(EngineBody):
         return PoolingParams(truncate_prompt_tokens=self.truncate_prompt_tokens, use_activation=self.use_activation)
 
 
-class EmbeddingBody(PoolingBody):
-    """POST /v1/embeddings"""
+class TextsBody(PoolingBody):
+    """Fields of requests with texts, each of which is computed by itself."""
 
     input: str | TokenIds | Inputs[str] | Inputs[TokenIds]
     """A text, token ids, or a list of either."""
-    encoding_format: Literal["float", "base64"] = "float"
-    """`base64` returns the numbers' bytes: float32, little endian."""
-    dimensions: int | None = Field(default=None, le=INT32)
-    """Size to cut embeddings to, for models trained for it."""
     prompt_name: str | None = Field(default=None, max_length=1024)
     """Name of the model's prompt to put in front of each text."""
     add_special_tokens: bool = True
-
-    def pooling_params(self) -> PoolingParams:
-        return msgspec.structs.replace(super().pooling_params(), dimensions=self.dimensions)
 
     def inputs(self) -> list[str | list[int]]:
         """Return one or more non-empty texts or lists of token ids. Raises InvalidParameter."""
@@ -90,11 +83,27 @@ class EmbeddingBody(PoolingBody):
         return inputs
 
 
+class ClassifyBody(TextsBody):
+    """POST /classify"""
+
+
+class EmbeddingBody(TextsBody):
+    """POST /v1/embeddings"""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    """`base64` returns the numbers' bytes: float32, little endian."""
+    dimensions: int | None = Field(default=None, le=INT32)
+    """Size to cut embeddings to, for models trained for it."""
+
+    def pooling_params(self) -> PoolingParams:
+        return msgspec.structs.replace(super().pooling_params(), dimensions=self.dimensions)
+
+
 class VectorBody(EmbeddingBody):
     """POST /pooling"""
 
-    task: Literal["embed"] = "embed"
-    """What to compute; vectors of each token are not supported."""
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
+    """What to compute: numbers of each text, or of each of its tokens; by default the first that the model can do."""
 
 
 class TextDocument(StrictModel):

@@ -1,11 +1,15 @@
-"""Response bodies: OpenAI's field names for embeddings, vLLM's for vectors, scores and rankings."""
+"""Response bodies: OpenAI's field names for embeddings, vLLM's for vectors, classes, scores and rankings."""
 
 from __future__ import annotations
+
+from typing import Generic, TypeVar
 
 import msgspec
 
 from deployments.frontend.sequence import RequestUsage
 from deployments.openai.response_bodies import CostDetails, CostFields
+
+T = TypeVar("T")
 
 
 class PoolingUsage(msgspec.Struct):
@@ -23,6 +27,17 @@ class PoolingUsage(msgspec.Struct):
         return cls(usage.prompt_tokens, usage.prompt_tokens, cost=cost.cost, cost_details=cost.details)
 
 
+class PooledList(msgspec.Struct, Generic[T]):
+    """What a request with one or several texts gets, in their order."""
+
+    id: str
+    created: int
+    model: str
+    data: list[T]
+    usage: PoolingUsage
+    object: str = "list"
+
+
 class EmbeddingObject(msgspec.Struct):
     index: int
     embedding: list[float] | str
@@ -30,29 +45,32 @@ class EmbeddingObject(msgspec.Struct):
     object: str = "embedding"
 
 
-class EmbeddingList(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    data: list[EmbeddingObject]
-    usage: PoolingUsage
-    object: str = "list"
+class EmbeddingList(PooledList[EmbeddingObject]):
+    """The answer of /v1/embeddings."""
 
 
 class VectorObject(msgspec.Struct):
     index: int
-    data: list[float] | str
-    """Numbers, or their bytes in base64."""
+    data: list[list[float]] | list[float] | str
+    """Numbers of a text, or for a task of tokens those of each token; or all their bytes in base64."""
     object: str = "pooling"
 
 
-class VectorList(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    data: list[VectorObject]
-    usage: PoolingUsage
-    object: str = "list"
+class VectorList(PooledList[VectorObject]):
+    """The answer of /pooling."""
+
+
+class ClassObject(msgspec.Struct):
+    index: int
+    label: str
+    """Name of the most probable class."""
+    probs: list[float]
+    """One number for each class."""
+    num_classes: int
+
+
+class ClassList(PooledList[ClassObject]):
+    """The answer of /classify."""
 
 
 class ScoreObject(msgspec.Struct):
@@ -61,13 +79,8 @@ class ScoreObject(msgspec.Struct):
     object: str = "score"
 
 
-class ScoreList(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    data: list[ScoreObject]
-    usage: PoolingUsage
-    object: str = "list"
+class ScoreList(PooledList[ScoreObject]):
+    """The answer of /score."""
 
 
 class RankedText(msgspec.Struct):

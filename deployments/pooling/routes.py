@@ -1,4 +1,4 @@
-"""The routes of embeddings, scores and rankings."""
+"""The routes of embeddings, classes, scores and rankings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from deployments.http.route import KEY, Route
 from deployments.http.streaming import run_while_connected
 from deployments.openai.served.served_models import ServedModels
 from deployments.pooling.pooled_model import PooledModel
-from deployments.pooling.request_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody, VectorBody
-from deployments.pooling.response_bodies import EmbeddingList, Ranking, ScoreList, VectorList
+from deployments.pooling.request_bodies import (
+    ClassifyBody,
+    EmbeddingBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+    VectorBody,
+)
+from deployments.pooling.response_bodies import ClassList, EmbeddingList, Ranking, ScoreList, VectorList
 
 B = TypeVar("B", bound=PoolingBody)
 SCORE_PATHS = ("/v1/score", "/score")
@@ -28,10 +35,11 @@ class PoolingRoutes:
 
     def routes(self) -> list[Route]:
         vectors, fit = "Texts to vectors.", "Score how well documents fit queries."
-        ranked = "Rank documents by how well they fit a query."
+        classes, ranked = "Classes of texts.", "Rank documents by how well they fit a query."
         return [
             Route(KEY, "POST", "/v1/embeddings", self.embeddings, vectors, body=EmbeddingBody, result=EmbeddingList),
             Route(KEY, "POST", "/pooling", self.pooling, vectors, body=VectorBody, result=VectorList),
+            Route(KEY, "POST", "/classify", self.classify, classes, body=ClassifyBody, result=ClassList),
             *(Route(KEY, "POST", path, self.score, fit, body=ScoreBody, result=ScoreList) for path in SCORE_PATHS),
             *(Route(KEY, "POST", path, self.rerank, ranked, body=RerankBody, result=Ranking) for path in RERANK_PATHS),
         ]
@@ -41,6 +49,9 @@ class PoolingRoutes:
 
     async def pooling(self, request: Request) -> Response:
         return await self._answer(request, VectorBody, "pool-", PooledModel.pool)
+
+    async def classify(self, request: Request) -> Response:
+        return await self._answer(request, ClassifyBody, "classify-", PooledModel.classify)
 
     async def score(self, request: Request) -> Response:
         return await self._answer(request, ScoreBody, "score-", PooledModel.score)

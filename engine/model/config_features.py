@@ -17,13 +17,15 @@ from engine.model.quantization.method import METHODS
 from engine.model.quantization.unsupported import UnsupportedScheme
 from engine.wire.parts.pooling import SupportedTasks, Task
 
+CLASSIFIERS: tuple[Head, ...] = ("score", "token_score")
+
 
 def read_features(cfg: ModelConfig, whole: Fields, raw: Fields, folder: Path) -> ModelConfig:
     """Return the configuration with these features. Raises Unsupported or ModelFolderError.
 
     cfg: what the family has read. whole: the contents of config.json. raw: the fields of the text part.
     """
-    pooling = PoolingConfig.from_folder(folder, default_pooling(cfg, raw))
+    pooling = PoolingConfig.from_folder(folder, default_pooling(cfg, raw), cfg.head in CLASSIFIERS)
     cfg = replace(
         cfg,
         quantization=read_quantization(cfg, raw),
@@ -76,21 +78,29 @@ def quantized(cfg: ModelConfig, method: str) -> ModelConfig:
 
 
 def supported_tasks(cfg: ModelConfig, pooling: PoolingConfig) -> SupportedTasks:
-    """Return the tasks that requests may ask for. A generative model can also make embeddings. It can also give scores,
-    from the logits of its tokens for yes and no, unless its files name modules that only embed."""
+    """Return the tasks that requests may ask for, the main one first. A generative model can also make embeddings. It
+    can also give scores, from the logits of its tokens for yes and no, unless its files name modules that only embed.
+    The score head of a decoder can be applied to each token; that of an encoder is trained for a whole text."""
+    projected = 0 if cfg.gemma is None else cfg.gemma.embedding_size
     is_reranker = pooling.score_token_ids is not None or not pooling.is_embedding
     names: dict[Head, tuple[Task, ...]] = {
-        "score": ("score",),
-        "none": ("embed",),
-        "lm": ("generate", "embed", "score") if is_reranker else ("generate", "embed"),
+        "score": (
+            *(("score",) if len(pooling.labels) == 1 else ()),
+            "classify",
+            *(() if cfg.encoder else ("token_classify",)),
+        ),
+        "token_score": ("token_classify",),
+        "none": ("embed", "token_embed"),
+        "lm": ("generate", "embed", "token_embed", *(("score",) if is_reranker else ())),
     }
     return SupportedTasks(
         names=names[cfg.head],
-        embedding_size=pooling.dense[-1].outputs if pooling.dense else cfg.hidden_size,
+        embedding_size=pooling.dense[-1].outputs if pooling.dense else projected or cfg.hidden_size,
         matryoshka_dimensions=pooling.matryoshka_dimensions,
         score_token_ids=pooling.score_token_ids,
         prompts=pooling.prompts,
         default_prompt_name=pooling.default_prompt_name,
+        labels=pooling.labels,
     )
 
 

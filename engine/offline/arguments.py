@@ -32,13 +32,14 @@ class Argument:
 
 PROCESSED = "images are processed by the settings in the model's folder"
 TOKENIZED = "use prompts of token ids, or PoolingParams(truncate_prompt_tokens=N) to shorten a text"
-EVERY = "generate chat embed score"
+POOLS = "embed classify encode"
+EVERY = f"generate chat score {POOLS}"
 TABLE = (
     Argument("tokenization_kwargs", EVERY, TOKENIZED),
     Argument("mm_processor_kwargs", "generate chat", PROCESSED),
     Argument("prompt_token_ids", "generate", 'use prompts={"prompt_token_ids": [...]}'),
     Argument("guided_options_request", "generate", "use SamplingParams(structured_outputs=...)"),
-    Argument("prompt_adapter_request", "generate embed score", "use lora_request"),
+    Argument("prompt_adapter_request", f"generate score {POOLS}", "use lora_request"),
     Argument(
         "chat_template_content_format",
         "chat",
@@ -47,7 +48,7 @@ TABLE = (
         neutral=(None, "auto"),
     ),
     Argument("chat_template", "score", "the prompt of a reranker is read from the model's folder"),
-    Argument("truncate_prompt_tokens", "embed score", "use PoolingParams(truncate_prompt_tokens=N)"),
+    Argument("truncate_prompt_tokens", f"score {POOLS}", "use PoolingParams(truncate_prompt_tokens=N)"),
     Argument("progress", EVERY, "use use_tqdm", neutral=()),
 )
 
@@ -55,13 +56,11 @@ TABLE = (
 METHODS = {  # vLLM's methods that LLM does not have, with the alternative
     "apply_model": "use forward hooks of transformers",
     "beam_search": "use generate with SamplingParams(n=N), and choose by cumulative_logprob",
-    "classify": "models generate, embed or score: use score",
     "collective_rpc": "ranks take no calls of users",
-    "encode": "use embed or score",
     "enqueue": "use generate, which takes any number of prompts",
     "get_metrics": "use stats()",
     "reset_mm_cache": "create a new LLM",
-    "reward": "models generate, embed or score: use score",
+    "reward": "use encode with pooling_task='token_classify'",
     "set_tokenizer": "use LLM(tokenizer=...)",
     "sleep": "use close(), and create a new LLM",
     "start_profile": "use python -m benchmarks.step",

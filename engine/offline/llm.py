@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -38,8 +38,13 @@ from engine.offline.engine_arguments import engine_options, template_text
 from engine.offline.interrupts import held_interrupts
 from engine.offline.lora_request import LoRARequest
 from engine.offline.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionOutput,
+    EmbeddingOutput,
     EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestOutput,
     ScoringRequestOutput,
     by_token,
@@ -328,8 +333,46 @@ class LLM:
         file's default prompt, if it has one. Raises RequestError, before anything is computed, if any prompt cannot be
         served, and EngineError if an embedding is not finite.
         """
-        parsed = parse_prompts(prompts)
-        return self._pooling.embed(parsed, pooling_params or PoolingParams(), prompt_name, use_tqdm, lora_request)
+        asked = parse_prompts(prompts), pooling_params or PoolingParams(), prompt_name, use_tqdm, lora_request
+        return [
+            EmbeddingRequestOutput(request_id, prompt, EmbeddingOutput(numbers.tolist()), cached)
+            for request_id, prompt, numbers, cached in self._pooling.pool("embed", *asked)
+        ]
+
+    @named
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the classes of each prompt (text, or token ids), in order. Raises the same errors
+        as `embed`."""
+        asked = parse_prompts(prompts), pooling_params or PoolingParams(), None, use_tqdm, lora_request
+        return [
+            ClassificationRequestOutput(request_id, prompt, ClassificationOutput(numbers.tolist()), cached)
+            for request_id, prompt, numbers, cached in self._pooling.pool("classify", *asked)
+        ]
+
+    @named
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | None = None,
+        *,
+        pooling_task: Literal["embed", "token_embed", "classify", "token_classify"],
+        use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the numbers of each prompt (text, or token ids), in order: an array, with `token_embed` and
+        `token_classify` one with a row for each token. Raises the same errors as `embed`."""
+        asked = parse_prompts(prompts), pooling_params or PoolingParams(), None, use_tqdm, lora_request
+        return [
+            PoolingRequestOutput(request_id, prompt, PoolingOutput(numbers), cached)
+            for request_id, prompt, numbers, cached in self._pooling.pool(pooling_task, *asked)
+        ]
 
     @named
     def score(

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
+import numpy as np
+
 from engine.offline.lora_request import LoRARequest
 from engine.wire.parts.images import MultiModalFeatureSpec
 from engine.wire.token_delta import RequestTimes, TokenLogprob
@@ -84,6 +86,24 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    """The probabilities of one prompt's classes, or other numbers for them if `use_activation` says so."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """The numbers of one prompt."""
+
+    data: np.ndarray  #: float32, [size], or [tokens, size] for a task of tokens
+
+
+@dataclass(slots=True)
 class ScoringOutput:
     """The score of one document."""
 
@@ -102,6 +122,12 @@ class PoolingRequestOutput(Generic[Output]):
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
     """One prompt and its embedding."""
+
+    __slots__ = ()
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """One prompt and the probabilities of its classes."""
 
     __slots__ = ()
 

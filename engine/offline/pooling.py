@@ -1,4 +1,4 @@
-"""Embeddings and scores of the offline API."""
+"""Embeddings, classes and scores of the offline API."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from engine.errors import EngineError, InvalidParameter, RequestError
 from engine.offline.adapters import LoRARequests, adapter_of, with_digests
 from engine.offline.interrupts import held_interrupts
 from engine.offline.lora_request import LoRARequest
-from engine.offline.outputs import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
+from engine.offline.outputs import ScoringOutput, ScoringRequestOutput
 from engine.offline.progress_bar import progress_bar
 from engine.offline.prompts import ParsedPrompt
 from engine.pooling.prompts import PoolingPrompt, PoolingPrompts, refuse_instruction
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest
-from engine.wire.parts.pooling import PoolingParams, SupportedTasks
+from engine.wire.parts.pooling import PoolingParams, PoolingTask, SupportedTasks
 from engine.wire.token_delta import TokenDelta
 
 if TYPE_CHECKING:
     from engine.offline.engine_group import EngineGroup
 
+Pooled = tuple[str, list[int], np.ndarray, int]
+"""A request's id, its prompt, its numbers float32 ([size], or for a task of tokens [tokens, size]), and how many of its
+tokens came from the prefix cache."""
+
 
 class OfflinePooling:
-    """Computes embeddings and scores with an engine, which runs nothing else meanwhile."""
+    """Computes embeddings, classes and scores with an engine, which runs nothing else meanwhile."""
 
     def __init__(
         self,
@@ -44,22 +48,27 @@ class OfflinePooling:
         self._core, self._config, self._tokenizer, self._tasks = core, config, tokenizer, tasks
         self._numbers = numbers
 
-    def embed(
+    def pool(
         self,
+        task: PoolingTask,
         prompts: list[ParsedPrompt],
         params: PoolingParams,
         prompt_name: str | None,
         use_tqdm: bool,
         lora_request: LoRARequests,
-    ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt. Raises RequestError or EngineError."""
+    ) -> list[Pooled]:
+        """Return the numbers of each prompt. Raises RequestError or EngineError. task: any but `score`."""
         if any(prompt.images for prompt in prompts):
-            raise RequestError("prompts: multi_modal_data is not supported: models embed only texts", "prompts")
-        jobs = self._prompts().embed([prompt.content for prompt in prompts], params, prompt_name)
+            raise RequestError("prompts: multi_modal_data is not supported: models pool only texts", "prompts")
+        params = msgspec.structs.replace(params, task=task)
+        jobs = self._prompts().of_texts([prompt.content for prompt in prompts], params, prompt_name)
         salts = [prompt.cache_salt for prompt in prompts]
         return [
-            EmbeddingRequestOutput(
-                delta.request_id, job.token_ids, EmbeddingOutput(_floats(delta).tolist()), delta.num_cached_tokens
+            (
+                delta.request_id,
+                job.token_ids,
+                _floats(delta).reshape(len(job.token_ids), -1) if params.of_tokens else _floats(delta),
+                delta.num_cached_tokens,
             )
             for job, delta in zip(jobs, self._pool(jobs, use_tqdm, lora_request, salts), strict=True)
         ]
@@ -84,10 +93,11 @@ class OfflinePooling:
             deltas = self._pool(jobs, use_tqdm, lora_request)
             scores = [_floats(delta).item() for delta in deltas]
         else:
+            self._tasks.check("embed" if "embed" in self._tasks else "score")
             refuse_instruction(instruction)
-            params = msgspec.structs.replace(params, use_activation=True)
+            params = msgspec.structs.replace(params, task="embed", use_activation=True)
             prompts = self._prompts()
-            jobs = [*prompts.embed_queries(queries, params), *prompts.embed_documents(documents, params)]
+            jobs = [*prompts.of_queries(queries, params), *prompts.of_documents(documents, params)]
             both, count = self._pool(jobs, use_tqdm, lora_request), len(queries)
             deltas, vectors = both[count:], [_floats(delta) for delta in both]
             order = [i if count > 1 else 0 for i in range(len(documents))]  # of each document's query

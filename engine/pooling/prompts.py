@@ -1,4 +1,4 @@
-"""Makes the prompts of embeddings and scores, as token ids."""
+"""Makes the prompts of embeddings, classes and scores, as token ids."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.errors import InvalidParameter, RequestError
-from engine.pooling.score_prompt import score_prompt
+from engine.pooling.score_prompt import names_roles, score_prompt
 from engine.pooling.text_encoder import TextEncoder
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.parts.pooling import PoolingParams, SupportedTasks
@@ -33,14 +33,15 @@ def refuse_instruction(instruction: str | None) -> None:
 
 
 class PoolingPrompts:
-    """Makes the prompts of embeddings and scores for one model."""
+    """Makes the prompts of embeddings, classes and scores for one model."""
 
     def __init__(self, tokenizer: ChatTokenizer, supported: SupportedTasks, max_model_len: int):
         self._tokenizer, self._supported, self._max_model_len = tokenizer, supported, max_model_len
         self._encoder = TextEncoder(tokenizer)
         self._query: tuple[str, int | None, list[int]] | None = None  # the last query, its limit in tokens, its tokens
+        self._has_template = supported.score_token_ids is not None or names_roles(tokenizer.chat_template)
 
-    def embed(
+    def of_texts(
         self,
         prompts: Sequence[str | list[int]],
         params: PoolingParams,
@@ -49,7 +50,7 @@ class PoolingPrompts:
         usual_prompts: Sequence[str] = (),
         add_special_tokens: bool = True,
     ) -> list[PoolingPrompt]:
-        """Return one prompt for each text or list of token ids.
+        """Return one prompt for each text or list of token ids, for any task but `score`.
 
         prompt_name: name of the model's prompt to put in front of each text; if None, the first of `usual_prompts` that
         the model has, else the model's default. Raises InvalidParameter for a name that the model does not have.
@@ -58,27 +59,27 @@ class PoolingPrompts:
         texts = [before + prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self._encoder.encode(texts, kept, add_special_tokens))
         own = [next(encoded) if isinstance(prompt, str) else list(prompt)[:kept] for prompt in prompts]
-        params = msgspec.structs.replace(params, task="embed")
         return [PoolingPrompt(token_ids, params) for token_ids in own]
 
-    def embed_queries(self, queries: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
+    def of_queries(self, queries: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
         """Return the prompts of search queries."""
-        return self.embed(queries, params, usual_prompts=QUERY_PROMPTS)
+        return self.of_texts(queries, params, usual_prompts=QUERY_PROMPTS)
 
-    def embed_documents(self, documents: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
-        return self.embed(documents, params, usual_prompts=DOCUMENT_PROMPTS)
+    def of_documents(self, documents: Sequence[str], params: PoolingParams) -> list[PoolingPrompt]:
+        return self.of_texts(documents, params, usual_prompts=DOCUMENT_PROMPTS)
 
     def score(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, instruction: str | None = None
     ) -> list[PoolingPrompt]:
         """Return one prompt for each pair of query and document, for a model that reads both together.
 
-        A model that does not generate reads them as a pair. For such a model, a query is tokenized only once if
-        consecutive pairs have the same query, even in different calls.
+        A model that generates, or whose chat template knows the roles of queries and documents, reads a prompt with
+        both. Any other reads them as a pair: a query is then tokenized only once if consecutive pairs have the same
+        query, even in different calls.
         """
-        kept = self._kept(params)
-        if "generate" in self._supported:
-            ids = self._yes_and_no()
+        kept, generates = self._kept(params), "generate" in self._supported
+        if generates or self._has_template:
+            ids = self._yes_and_no() if generates else []
             params = msgspec.structs.replace(params, task="score", score_token_ids=ids)
             return [PoolingPrompt(self._reranker_prompt(*pair, instruction, kept), params) for pair in pairs]
         refuse_instruction(instruction)
@@ -110,8 +111,7 @@ class PoolingPrompts:
         return self._max_model_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
 
     def _reranker_prompt(self, query: str, document: str, instruction: str | None, kept: int | None) -> list[int]:
-        has_template = self._supported.score_token_ids is not None
-        prompt, end = score_prompt(self._tokenizer, query, document, instruction, has_template=has_template)
+        prompt, end = score_prompt(self._tokenizer, query, document, instruction, has_template=self._has_template)
         if kept is None:
             return self._tokenizer.encode(prompt, add_special_tokens=False)
         token_ids = self._tokenizer.encode_truncated(prompt, kept + 1, "right", add_special_tokens=False)

@@ -1,6 +1,9 @@
-"""Writes the prompt of a generative reranker, which says by yes or no whether a document fits a query."""
+"""Writes the prompt of a reranker that reads a query and a document as a conversation. A generative one says by yes or
+no whether they fit."""
 
 from __future__ import annotations
+
+import re
 
 from engine.text.chat_tokenizer import ChatTokenizer
 
@@ -11,6 +14,14 @@ BEFORE = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+ROLES = [re.compile(rf"""(["']){role}\1""") for role in ("query", "document")]
+
+
+def names_roles(chat_template: str | None) -> bool:
+    """Return whether a chat template tells queries and documents apart by their roles."""
+    return chat_template is not None and all(role.search(chat_template) for role in ROLES)
 
 
 def score_prompt(

@@ -428,7 +428,7 @@ def test_a_model_that_can_only_embed_is_served_as_it_is(tmp_path):
     folder = make(tmp_path, EMBEDDINGS["e5_multilingual"])
     (model,) = AppConfig.parse({"models": [{"name": "e5", "model": str(folder)}]}).models
     info = model_info(model, IngressSection())
-    assert info.supported_tasks.names == ("embed",)
+    assert info.supported_tasks.names == ("embed", "token_embed")
     assert info.max_model_len == 60
     assert info.block_size is None, "there are no prefixes to share"
 

@@ -44,7 +44,12 @@ if TYPE_CHECKING:
     from deployments.parts.images.image_loader import ImageLoader
 
 MAX_MODEL_LEN = 512
-ALL_TASKS = SupportedTasks(names=("generate", "embed", "score"), embedding_size=4, score_token_ids=(5, 6))
+ALL_TASKS = SupportedTasks(
+    names=("generate", "embed", "classify", "score"),
+    embedding_size=4,
+    score_token_ids=(5, 6),
+    labels=("a", "b", "c", "d"),
+)
 
 
 @cache

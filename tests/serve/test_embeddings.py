@@ -56,7 +56,7 @@ def test_an_encoder_ranks_and_refuses_to_generate(server):
     assert results[0]["relevance_score"] >= results[1]["relevance_score"]
     answer = httpx.post(f"{server.url}/v1/completions", json={"model": "minilm", "prompt": "a"}, timeout=30)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "model 'minilm' cannot do 'generate'; it can do: embed"
+    assert answer.json()["error"]["message"] == "model 'minilm' cannot do 'generate'; it can do: embed, token_embed"
 
 
 def test_texts_count_in_the_metrics_and_none_is_left_in_an_engine(server):

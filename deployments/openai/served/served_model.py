@@ -49,7 +49,7 @@ from engine.hooks import overriding
 from engine.text.chat_tokenizer import ChatTokenizer
 from engine.wire.generate_request import GenerateRequest, ModelIdentity
 from engine.wire.parts.costs import ReportCost
-from engine.wire.parts.pooling import SupportedTasks
+from engine.wire.parts.pooling import SupportedTasks, Task
 from engine.wire.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class ServedModel:
         return ["text", *(kind for part in self._parts for kind in part.input_modalities)]
 
     @property
-    def main_task(self) -> Literal["chat", "generate", "embed", "score"]:
+    def main_task(self) -> Literal["chat"] | Task:
         """What most requests ask of the model: `chat` if it has a chat template, otherwise its first task."""
         task = self.info.supported_tasks.names[0]
         return "chat" if task == "generate" and self.tokenizer.chat_template is not None else task

@@ -26,6 +26,8 @@ class GemmaConfig:
     active_stream: int = 0
     scale_active: bool = True
     laurel_rank: int = 0
+    embedding_size: int = 0
+    """Size of the vectors that a last projection gives; 0 if there is none."""
 
     @classmethod
     def read(cls, raw: Fields) -> GemmaConfig | None:
@@ -45,6 +47,7 @@ class GemmaConfig:
             active_stream=raw.get("altup_active_idx", 0),
             scale_active=raw.get("altup_correct_scale", True),
             laurel_rank=raw.get("laurel_rank", 0),
+            embedding_size=raw.get("embedding_dim", 0),
         )
 
 
@@ -70,6 +73,11 @@ def gemma_names(raw: Fields) -> Fields:
         types = [*types[:-1], "full_attention"]
         own |= {"num_experts": raw.get("num_experts") if raw.get("enable_moe_block") else 0}
         own |= {"num_experts_per_tok": raw.get("top_k_experts")}
+    if "embedding_dim" in raw:  # EmbeddingGemma 2, whose window is a radius, where others have its diameter
+        own |= {"sliding_window": 2 * raw["sliding_window"], "attention_k_eq_v": False}
+        sizes = {"head_dim": raw["global_head_dim"], "num_key_value_heads": raw["num_global_key_value_heads"]}
+        wide = {str(i): sizes for i, kind in enumerate(types) if kind == "full_attention"}
+        own |= {"per_layer_config": raw.get("per_layer_config") or wide}
     return raw | own | {"layer_types": types}
 
 

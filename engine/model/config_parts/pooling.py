@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from engine.errors import ModelFolderError
 from engine.json_file import read_json as read_any
@@ -15,6 +15,7 @@ from engine.model.checkpoint.fields import Fields, Unsupported, reading
 from engine.model.checkpoint.folder import read_json
 
 PoolingType = Literal["cls", "last", "mean"]
+Activation = Literal["Identity", "Sigmoid", "Softmax"]
 MODES: dict[str, PoolingType] = {"cls": "cls", "lasttoken": "last", "mean": "mean"}  # sentence-transformers' names
 # the same modes as written by versions before 6
 FLAGS = {
@@ -56,8 +57,10 @@ class PoolingConfig:
     """Whether the folder names modules that make an embedding."""
     score_token_ids: tuple[int, int] | None = None
     """Tokens by which a generative reranker says yes and no."""
-    sigmoid: bool = True
-    """Whether scores pass through a sigmoid."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes of a model with a score head; empty for another."""
+    activation: Activation = "Sigmoid"
+    """What scores and the numbers of classes pass through."""
     matryoshka_dimensions: tuple[int, ...] = ()
     """Sizes that embeddings may be truncated to; empty for any."""
     prompts: dict[str, str] = field(default_factory=dict)
@@ -65,13 +68,16 @@ class PoolingConfig:
     default_prompt_name: str | None = None
 
     @classmethod
-    def from_folder(cls, folder: Path, default: PoolingType) -> PoolingConfig:
-        """Read a model's modules. default: type of pooling if the folder names none. Raises ModelFolderError."""
-        sizes = Fields(read_json(folder, "config.json")).get("matryoshka_dimensions") or ()
+    def from_folder(cls, folder: Path, default: PoolingType, classifies: bool) -> PoolingConfig:
+        """Read a model's modules. default: type of pooling if the folder names none. classifies: whether the model has
+        a score head. Raises ModelFolderError."""
+        raw = Fields(read_json(folder, "config.json"))
+        labels = _labels(raw) if classifies else ()
         fields: dict[str, Any] = {
             "type": default,
-            "sigmoid": _sigmoid(folder),
-            "matryoshka_dimensions": tuple(sizes),
+            "labels": labels,
+            "activation": _activation(raw, folder, len(labels)),
+            "matryoshka_dimensions": tuple(raw.get("matryoshka_dimensions") or ()),
             **_prompts(folder),
         }
         if (folder / "modules.json").is_file():
@@ -162,15 +168,24 @@ def _prompts(folder: Path) -> dict[str, Any]:
     return {"prompts": prompts, "default_prompt_name": default}
 
 
-def _sigmoid(folder: Path) -> bool:
-    """Return whether scores pass through a sigmoid, which is the default of sentence-transformers' CrossEncoder."""
-    config = Fields(read_json(folder, "config.json"))
-    named = (config.get("sentence_transformers") or {}).get("activation_fn")
-    named = named or config.get("sbert_ce_default_activation_function") or ""
+def _labels(raw: Fields) -> tuple[str, ...]:
+    """Return the names of classes, by transformers' defaults where config.json has none."""
+    named = raw.get("id2label") or {}
+    return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(len(named) or raw.get("num_labels", 2)))
+
+
+def _activation(raw: Fields, folder: Path, num_labels: int) -> Activation:
+    """Return what scores pass through: what sentence-transformers' files name; if they name nothing, its default for
+    one label, a sigmoid, and for several labels what transformers' pipelines do."""
+    named = (raw.get("sentence_transformers") or {}).get("activation_fn")
+    named = named or raw.get("sbert_ce_default_activation_function") or ""
     if not named and (folder / SENTENCE_TRANSFORMERS).is_file():
         with reading(folder, SENTENCE_TRANSFORMERS):
             named = Fields(read_json(folder, SENTENCE_TRANSFORMERS)).get("activation_fn") or ""
+    if not named:
+        kinds: dict[str | None, Activation] = {"regression": "Identity", "multi_label_classification": "Sigmoid"}
+        return kinds.get(raw.get("problem_type"), "Softmax") if num_labels > 1 else "Sigmoid"
     kind = named.rpartition(".")[2]
-    if kind not in ("", "Identity", "Sigmoid"):
+    if kind not in get_args(Activation):
         raise ModelFolderError(str(folder), f"activation_fn {named} of a score is not supported")
-    return kind != "Identity"
+    return cast(Activation, kind)

@@ -1,8 +1,9 @@
-"""Encoders: BERT, arXiv:1810.04805, and its successors."""
+"""Encoders: BERT, arXiv:1810.04805, and its successors, and EmbeddingGemma 2."""
 
 from __future__ import annotations
 
 from engine.model.families.family import Family
+from engine.model.families.gemma import GEMMA4, GEMMA_KEYS
 from engine.model.families.wide_family import WideFamily
 
 GELU = ("gelu",)
@@ -14,6 +15,20 @@ ENCODERS: dict[str, Family] = {
     "BertModel": BERT,
     "RobertaModel": ROBERTA,
     "XLMRobertaModel": ROBERTA,
+    # EmbeddingGemma 2, text: Gemma 4 in both directions, with layer embeddings that are projected
+    "EmbeddingGemma2Model": WideFamily(
+        "embedding_gemma2.EmbeddingGemma2Model",
+        GEMMA_KEYS,
+        GEMMA4 | {
+            "use_bidirectional_attention": True, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "num_global_key_value_heads": 1, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 512,
+            "vocab_size_per_layer_input": 0, "embedding_dim": 768,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+    ),
     "ModernBertModel": WideFamily(
         "modernbert.ModernBertModel",
         ("attention_bias", "mlp_bias", "hidden_activation", "layer_types"),

@@ -11,15 +11,12 @@ from engine.model.checkpoint.fields import Fields, Unsupported, one_of
 from engine.model.checkpoint.folder import as_token_ids
 from engine.model.config_parts.rope import check_factors, max_positions, read_ropes
 
-Head = Literal["lm", "score", "none"]
-"""What a model computes from its hidden states: next tokens, a score, or nothing."""
+Head = Literal["lm", "score", "token_score", "none"]
+"""What a model computes from its hidden states: next tokens, scores of a text or of each token, or nothing."""
 HEADS: dict[str, Head] = {
-    "LMHeadModel": "lm",
-    "ForSequenceClassification": "score",
-    "ForMaskedLM": "none",
-    "TextModel": "none",
-    "Model": "none",
-}
+    "LMHeadModel": "lm", "ForSequenceClassification": "score", "ForTokenClassification": "token_score",
+    "ForMaskedLM": "none", "TextModel": "none", "Model": "none",
+}  # fmt: skip
 """By the end of an architecture's name; `lm` for all others."""
 TABLES = ("llama_like", "experts", "gemma", "latent", "hybrid")
 """Files beside this one that have FAMILIES too."""

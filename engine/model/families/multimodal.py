@@ -13,6 +13,7 @@ from engine.model.families.transformers_family import TRANSFORMERS_FAMILY
 # the text part is read.
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 TEXT_PARTS: dict[str, tuple[dict[str, str], dict[str, bool]]] = {
+    "EmbeddingGemma2Model": ({"embedding_gemma2_text": "EmbeddingGemma2TextModel"}, TIED),
     "Gemma3ForConditionalGeneration": ({"gemma3_text": "Gemma3ForCausalLM"}, TIED),
     "Gemma3nForConditionalGeneration": ({"gemma3n_text": "Gemma3nForCausalLM"}, TIED),
     "Gemma4ForConditionalGeneration": ({"gemma4_text": "Gemma4ForCausalLM"}, TIED),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import UnsupportedArchitecture
-from engine.model.checkpoint.fields import Fields, Unsupported
+from engine.model.checkpoint.fields import Fields
 from engine.model.families.encoders import ENCODERS
 from engine.model.families.family import HEADS, Family, Head, families
 from engine.model.families.multimodal import MULTIMODAL
@@ -26,8 +26,6 @@ class HeadedFamily(Family):
     head: Head = field(kw_only=True)
 
     def read(self, architecture: str, raw: Fields, max_model_len: int | None) -> dict[str, Any]:
-        if self.head == "score" and (labels := len(raw.get("id2label") or ()) or raw.get("num_labels", 2)) != 1:
-            raise Unsupported("num_labels", labels)
         return self.base.read(architecture, raw, max_model_len) | {"head": self.head}
 
 

@@ -103,8 +103,7 @@ def check_unread(whole: Fields, fields: Fields, cfg: Model, folder: Path) -> Non
     whole: the contents of config.json. fields: those of the text part, of which `cfg` was made.
     """
     tables, part = declared_fields(), whole.get("text_config") if fields is not whole else None
-    declared = tables.get(fields.get("model_type", "")) if part else None
-    declared = declared or tables[_class_of(cfg.architecture)]
+    declared = tables.get(fields.get("model_type", "")) or tables[_class_of(cfg.architecture)]
     own = {key: value for key, value in fields.items() if key in (part or whole) and key not in fields.used}
     if part:
         own.pop("tie_word_embeddings", None)  # the whole model's counts

@@ -35,7 +35,7 @@ class Encoder(NativeNames, nn.Module):
         """Add nothing: it reads text only."""
 
     def scores(self, pooled: Tensor) -> Tensor:
-        """Return scores [rows, 1] for pooled [rows, hidden]."""
+        """Return scores [rows, labels] for pooled [rows, hidden]."""
         raise NotImplementedError
 
 
@@ -144,12 +144,12 @@ class BertModel(Encoder):
         super().__init__(cfg, tp)
         self.embeddings = BertEmbeddings(cfg, tp)
         self.encoder = BertEncoder(cfg)
-        if cfg.head == "score":
+        if cfg.head != "none":
             self.add_head(cfg)
 
     def add_head(self, cfg: ModelConfig) -> None:
-        self.pooler = BertPooler(cfg)
-        self.classifier: nn.Module = ReplicatedLinear(cfg.hidden_size, 1)
+        self.pooler = BertPooler(cfg) if cfg.head == "score" else nn.Identity()
+        self.classifier: nn.Module = ReplicatedLinear(cfg.hidden_size, len(cfg.supported_tasks.labels))
 
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
         return self.encoder(self.embeddings(input_ids, batch), batch)
@@ -159,12 +159,12 @@ class BertModel(Encoder):
 
 
 class RobertaClassificationHead(nn.Module):
-    """The score head: [rows, hidden] -> [rows, 1]."""
+    """The score head: [rows, hidden] -> [rows, labels]."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.dense = ReplicatedLinear(cfg.hidden_size, cfg.hidden_size)
-        self.out_proj = ReplicatedLinear(cfg.hidden_size, 1)
+        self.out_proj = ReplicatedLinear(cfg.hidden_size, len(cfg.supported_tasks.labels))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out_proj(self.dense(x).tanh())
@@ -172,7 +172,7 @@ class RobertaClassificationHead(nn.Module):
 
 class RobertaModel(BertModel):
     def add_head(self, cfg: ModelConfig) -> None:
-        self.classifier = RobertaClassificationHead(cfg)
-
-    def scores(self, pooled: Tensor) -> Tensor:
-        return self.classifier(pooled)
+        super().add_head(cfg)
+        self.pooler = nn.Identity()
+        if cfg.head == "score":
+            self.classifier = RobertaClassificationHead(cfg)

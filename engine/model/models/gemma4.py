@@ -35,8 +35,8 @@ PADDING = 0
 def of_layer(cfg: ModelConfig, layer: int) -> ModelConfig:
     """Return the model's configuration with the sizes of one layer."""
     assert cfg.gemma is not None
-    spec = cfg.kv_specs[layer]
-    spec = cfg.kv_specs[spec] if isinstance(spec, int) else spec
+    spec = cfg.layer_kv[layer]
+    spec = cfg.layer_kv[spec] if isinstance(spec, int) else spec
     assert isinstance(spec, KVCacheSpec)
     size = cfg.gemma.mlp_sizes[layer]
     return replace(cfg, head_dim=spec.head_dim, num_kv_heads=spec.num_kv_heads, intermediate_size=size, moe=None)
@@ -147,8 +147,9 @@ class LayerEmbeddings(nn.Module):
     """Embeddings of tokens for all layers: (ids [tokens], x [tokens, hidden]) -> [tokens, layers, size]. Each is the
     sum of a learned embedding and a projection of the token's ordinary embedding x."""
 
-    def __init__(self, cfg: ModelConfig, gemma: GemmaConfig, tp: ShardPlan):
+    def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__()
+        gemma: GemmaConfig = cfg.gemma
         size, self.vocab_size = gemma.layer_embedding_size, gemma.layer_vocab_size
         self.shape = cfg.num_layers, size
         self.embed_tokens_per_layer = VocabEmbedding(gemma.layer_vocab_size, cfg.num_layers * size, tp)
@@ -198,12 +199,13 @@ class Gemma4Layer(Gemma3Layer, Sharded):
 
 class Gemma4ForCausalLM(Gemma2ForCausalLM):
     layer_type: ClassVar[type[nn.Module]] = Gemma4Layer
+    embeddings_type: ClassVar[type[nn.Module]] = LayerEmbeddings
 
     def __init__(self, cfg: ModelConfig, tp: ShardPlan):
         super().__init__(cfg, tp)
         assert cfg.gemma is not None
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
-        self.layer_embeddings = LayerEmbeddings(cfg, cfg.gemma, tp) if cfg.gemma.layer_embedding_size else None
+        self.layer_embeddings = self.embeddings_type(cfg, tp) if cfg.gemma.layer_embedding_size else None
         self.unused = tuple(  # published checkpoints also have the unused key and value weights of these layers
             f"model.layers.{layer}.self_attn.{name}"
             for layer, spec in enumerate(cfg.kv_specs)

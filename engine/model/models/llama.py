@@ -113,8 +113,9 @@ class LlamaForCausalLM(NativeNames, nn.Module):
                 self.lm_head = TiedLMHead(self.embed_tokens, cfg.head_format)
             else:
                 self.lm_head = LMHead(cfg.vocab_size, cfg.hidden_size, tp, cfg.head_format)
-        elif cfg.head == "score":
-            self.score = ReplicatedLinear(cfg.hidden_size, 1, bias=False)
+        elif cfg.head != "none":
+            bias = cfg.head == "token_score"  # as in transformers
+            self.score = ReplicatedLinear(cfg.hidden_size, len(cfg.supported_tasks.labels), bias)
 
     def make_embedding(self, cfg: ModelConfig, tp: ShardPlan) -> VocabEmbedding:
         return VocabEmbedding(cfg.vocab_size, cfg.hidden_size, tp)
@@ -160,7 +161,7 @@ class LlamaForCausalLM(NativeNames, nn.Module):
         return self.lm_head.best(hidden)
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """Return scores [rows, 1] for hidden states [rows, hidden], in a model with a score head."""
+        """Return scores [rows, labels] for hidden states [rows, hidden], in a model with a score head."""
         assert self.score is not None
         return self.score(hidden)
 

@@ -96,8 +96,9 @@ class ModernBertModel(Encoder):
         self.embeddings = ModernBertEmbeddings(cfg, tp)
         self.layers = nn.ModuleList(ModernBertLayer(cfg, i) for i in range(cfg.num_layers))
         self.final_norm = layer_norm(cfg)
-        if cfg.head == "score":
-            self.head, self.classifier = ModernBertHead(cfg), ReplicatedLinear(cfg.hidden_size, 1)
+        if cfg.head != "none":
+            self.head = ModernBertHead(cfg)
+            self.classifier = ReplicatedLinear(cfg.hidden_size, len(cfg.supported_tasks.labels))
 
     def forward(self, input_ids: Tensor, batch: Batch) -> Tensor:
         x = self.embeddings(input_ids)

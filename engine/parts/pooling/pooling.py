@@ -1,4 +1,4 @@
-"""Checks requests for vectors and scores, and what they may read from the prefix cache."""
+"""Checks requests for vectors, classes and scores, and what they may read from the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Pooling(Part):
 
     def __init__(self, supported: SupportedTasks, *, vocab_size: int | None = None, all_tokens: bool = False):
         """vocab_size: of a model that scores by the probabilities of two tokens; None for others. all_tokens: whether
-        pooling needs the hidden states of all prompt tokens."""
+        one vector is made of the hidden states of all prompt tokens."""
         self._supported, self._vocab_size, self.all_tokens = supported, vocab_size, all_tokens
 
     def check(self, asked: GenerateRequest | RemoteRequest, prompt: Sequence[int]) -> None:
@@ -27,4 +27,4 @@ class Pooling(Part):
     def opened(self, request: Request, asked: GenerateRequest | RemoteRequest) -> None:
         if (params := asked.record(PoolingParams)) is not None:
             request.attach(params)
-            request.prefix.skip_reading |= self.all_tokens
+            request.prefix.skip_reading |= self.all_tokens or params.of_tokens

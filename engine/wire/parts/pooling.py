@@ -1,4 +1,4 @@
-"""Requests for one vector or one number instead of tokens."""
+"""Requests for vectors, classes or a score instead of tokens."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from engine.errors import InvalidParameter, UnsupportedTask
 from engine.wire.part_record import PartRecord
 from engine.wire.sampling_params import check
 
-Task = Literal["generate", "embed", "score"]
+PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
+Task = Literal["generate", PoolingTask]
+OF_TOKENS: tuple[Task, ...] = ("token_embed", "token_classify")
+"""Tasks that return a vector for each token of a prompt."""
+EMBEDS: tuple[Task, ...] = ("embed", "token_embed")
 
 
 class PoolingParams(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
-    """Asks for a vector or a score, after vLLM's PoolingParams. The request's `params` then have no effect. Raises
-    InvalidParameter for a value out of its range."""
+    """Asks for vectors, classes or a score, after vLLM's PoolingParams. The request's `params` then have no effect.
+    Raises InvalidParameter for a value out of its range."""
 
     part: ClassVar[str] = "pooling"
 
-    task: Literal["embed", "score"] = "embed"
-    """`embed` returns a vector for a text; `score` returns a number for a query and a document."""
+    task: PoolingTask = "embed"
+    """`embed` returns a vector for a text; `classify` a number for each class; `score` a number for a query and a
+    document. `token_embed` and `token_classify` return a vector, or numbers for the classes, for each token."""
     dimensions: int | None = None
     """Size to cut the embedding to, for models that allow it (arXiv:2205.13147); None keeps it whole."""
     use_activation: bool | None = None
-    """Whether to scale an embedding to length 1, or to pass a score through a sigmoid; None follows the model's
-    files."""
+    """Whether to scale an embedding to length 1, or to make a score or the numbers of classes probabilities; None
+    follows the model's files."""
     truncate_prompt_tokens: int | None = None
     """Length to cut a longer prompt to, in tokens; -1 for the model's maximum; None refuses prompts that are too long.
     Applied by the process that has the tokenizer."""
@@ -39,6 +44,11 @@ class PoolingParams(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
         kept = self.truncate_prompt_tokens
         check(kept is None or kept == -1 or kept >= 1, "truncate_prompt_tokens", kept, "-1, or at least 1")
         check(len(self.score_token_ids) in (0, 2), "score_token_ids", self.score_token_ids, "two token ids, or none")
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token of the prompt has a vector in the answer."""
+        return self.task in OF_TOKENS
 
     def without_text(self) -> PoolingParams:
         return PoolingParams(task=self.task)
@@ -56,6 +66,8 @@ class SupportedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompts: dict[str, str] = {}
     """Prefixes for texts to embed, by name."""
     default_prompt_name: str | None = None
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's classes."""
 
     def __contains__(self, task: Task) -> bool:
         return task in self.names
@@ -67,6 +79,8 @@ class SupportedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise UnsupportedTask(task, list(self.names), model)
         if dimensions is None:
             return
+        if task not in EMBEDS:
+            raise InvalidParameter("dimensions", dimensions, f"left out, because {task!r} makes no embeddings")
         sizes = self.matryoshka_dimensions
         if sizes and dimensions not in sizes:
             limit = f"one of the sizes that the model was trained for ({', '.join(map(str, sizes))})"

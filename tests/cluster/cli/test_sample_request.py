@@ -42,7 +42,7 @@ async def sent(api: FakeApi, command: str, key: str = "") -> httpx.Response:
 @pytest.mark.parametrize("task", REQUESTS)
 async def test_a_model_of_every_task_answers_the_request_for_it(task):
     name = "it's-a/model"
-    tasks = SupportedTasks(names=(task.replace("chat", "generate"),), embedding_size=4)
+    tasks = SupportedTasks(names=(task.replace("chat", "generate"),), embedding_size=4, labels=("a", "b", "c", "d"))
     async with fake_api(says("A large sea."), names=(name,), supported_tasks=tasks) as api:
         response = await sent(api, curl(ADDRESS, name, task, needs_key=False))
     assert response.status_code == 200, response.text

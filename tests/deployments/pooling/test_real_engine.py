@@ -17,15 +17,17 @@ from engine.errors import EngineUnavailable
 from engine.wire.generate_request import GenerateRequest
 from tests.deployments.fake_api import LocalPool
 from tests.deployments.real_api import BLOCK_SIZE, MAX_NUM_SEQS, real_api
-from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, make, poison, write_json
+from tests.models import make_model
+from tests.pooling_models import KINDS, TEXTS, make, poison, write_json
 
+LABELS = ("sad", "glad", "neither")
 PROMPTS = {"prompts": {"query": "what was ", "document": ""}, "default_prompt_name": "query"}
 OPTIONS = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": 512, "max_num_seqs": MAX_NUM_SEQS, "num_threads": 1}
 
 
 @pytest.fixture
 def folder(tmp_path, request) -> Path:
-    folder = make(tmp_path, {**EMBEDDINGS, **RERANKERS}[request.param])
+    folder = make(tmp_path, KINDS[request.param])
     write_json(folder / "config_sentence_transformers.json", PROMPTS)
     return folder
 
@@ -66,6 +68,42 @@ async def test_rankings_have_the_scores_of_the_offline_api(folder):
         found = {result["index"]: result["relevance_score"] for result in results}
         assert [found[i] for i in range(3)] == pytest.approx(scores, abs=1e-6)
         assert [result["index"] for result in results] == sorted(range(3), key=lambda i: -scores[i])
+
+
+async def test_a_generative_reranker_ranks_and_scores_by_the_prompt_of_its_card(tmp_path):
+    folder = make_model(tmp_path, "qwen3", tokenizer=True)
+    write_json(
+        folder / "modules.json",
+        [{"idx": 1, "path": "1", "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"}],
+    )
+    write_json(folder / "1/config.json", {"true_token_id": 5, "false_token_id": 6})
+    documents = ["the lazy dog", "A cache keeps what was"]
+    with LLM(str(folder), **OPTIONS) as llm:
+        outputs = llm.score("the fox", documents, instruction="find", use_tqdm=False)
+        expected = [output.outputs.score for output in outputs]
+    async with real_api(folder) as api:
+        body = {"documents": documents, "instruction": "find"}
+        ranked = (await api.client.post("/rerank", json={"query": "the fox", **body})).json()["results"]
+        scored = (await api.client.post("/score", json={"queries": "the fox", **body})).json()["data"]
+        assert [entry["score"] for entry in scored] == pytest.approx(expected, abs=1e-5)
+        found = {entry["index"]: entry["relevance_score"] for entry in ranked}
+        assert [found[i] for i in range(2)] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("folder", ["qwen3_guard"], indirect=True)
+async def test_classes_of_texts_and_of_their_tokens_are_those_of_the_offline_api(folder):
+    with LLM(str(folder), **OPTIONS) as llm:
+        params, quiet = PoolingParams(truncate_prompt_tokens=-1), {"use_tqdm": False}
+        of_texts = [output.outputs.probs for output in llm.classify(TEXTS, params, **quiet)]
+        of_tokens = [out.outputs.data for out in llm.encode(TEXTS, params, pooling_task="token_classify", **quiet)]
+    async with real_api(folder) as api:
+        body = {"input": TEXTS, "truncate_prompt_tokens": -1}
+        classes = (await api.client.post("/classify", json=body)).json()["data"]
+        tokens = (await api.client.post("/pooling", json={**body, "task": "token_classify"})).json()["data"]
+    np.testing.assert_allclose([entry["probs"] for entry in classes], of_texts, atol=1e-5)
+    assert [entry["label"] for entry in classes] == [LABELS[int(np.argmax(probs))] for probs in of_texts]
+    for entry, numbers in zip(tokens, of_tokens, strict=True):
+        np.testing.assert_allclose(entry["data"], numbers, atol=1e-5)
 
 
 @pytest.mark.parametrize("folder", ["minilm"], indirect=True)

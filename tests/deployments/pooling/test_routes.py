@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deployments.pooling import pooled_model
 from engine.wire.parts.pooling import PoolingParams, SupportedTasks
 from tests.deployments.fake_api import ALL_TASKS, MAX_MODEL_LEN, FakeApi, fake_api, tokenizer, until
 from tests.scenarios import run
@@ -40,8 +41,47 @@ async def test_pooling_gives_the_same_vectors_in_the_form_of_vllm(api):
     answer = (await api.client.post("/pooling", json={"model": "fake", "task": "embed", **body})).json()
     assert [(entry["index"], entry["object"]) for entry in answer["data"]] == [(0, "pooling"), (1, "pooling")]
     assert [entry["data"] for entry in answer["data"]] == expected and answer["object"] == "list"
-    refused = await api.client.post("/pooling", json={"model": "fake", "task": "token_embed", **body})
+    refused = await api.client.post("/pooling", json={"model": "fake", "task": "score", **body})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "task"
+
+
+CLASSIFIES = SupportedTasks(names=("classify", "token_classify"), labels=("a", "b", "c", "d"))
+EMBEDS_TOKENS = SupportedTasks(names=("embed", "token_embed"), embedding_size=4)
+
+
+async def test_classes_come_in_the_form_of_vllm_with_the_name_of_the_most_probable():
+    async with fake_api(supported_tasks=CLASSIFIES) as api:
+        answer = (await api.client.post("/classify", json={"input": [[5, 6], [9, 7]]})).json()
+        assert answer["data"] == [
+            {"index": 0, "label": "d", "probs": [5, 6, 2, 11], "num_classes": 4},
+            {"index": 1, "label": "d", "probs": [9, 7, 2, 16], "num_classes": 4},
+        ]
+        assert answer["id"].startswith("classify-") and answer["object"] == "list"
+        assert answer["usage"]["total_tokens"] == 4
+        same = (await api.client.post("/pooling", json={"input": [[5, 6], [9, 7]]})).json()
+        assert [entry["data"] for entry in same["data"]] == [entry["probs"] for entry in answer["data"]]
+
+
+@pytest.mark.parametrize(("tasks", "task"), [(CLASSIFIES, "token_classify"), (EMBEDS_TOKENS, "token_embed")])
+async def test_pooling_gives_a_vector_of_each_token_if_asked(tasks, task):
+    async with fake_api(supported_tasks=tasks) as api:
+        body = {"input": [[5, 6], [7]], "task": task}
+        answer = (await api.client.post("/pooling", json=body)).json()
+        assert [entry["data"] for entry in answer["data"]] == [[[5, 6, 2, 11]] * 2, [[7, 7, 1, 7]]]
+        coded = (await api.client.post("/pooling", json={**body, "encoding_format": "base64"})).json()
+        numbers = np.frombuffer(base64.b64decode(coded["data"][0]["data"]), "<f4")
+        assert numbers.tolist() == [5, 6, 2, 11] * 2
+
+
+async def test_an_answer_with_too_many_vectors_is_refused_before_the_engine_sees_it(monkeypatch):
+    monkeypatch.setattr(pooled_model, "MAX_NUMBERS", 12)
+    async with fake_api(supported_tasks=EMBEDS_TOKENS) as api:
+        body = {"input": [[5, 6], [7, 8]], "task": "token_embed"}
+        error = (await api.client.post("/pooling", json=body)).json()["error"]
+        limit = "input must have at most 3 tokens together, because each has 4 numbers in the answer, got 4"
+        assert (error["message"], error["param"]) == (limit, "input")
+        assert not api.engine.added
+        assert (await api.client.post("/pooling", json={**body, "dimensions": 3})).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -135,6 +175,9 @@ RANKS = SupportedTasks(names=("score",))
         (EMBEDS, "/v1/completions", {"prompt": "a"}, "generate"),
         (RANKS, "/v1/embeddings", {"input": "a"}, "embed"),
         (GENERATES, "/v1/embeddings", {"input": "a"}, "embed"),
+        (EMBEDS, "/classify", {"input": "a"}, "classify"),
+        (EMBEDS, "/pooling", {"input": "a", "task": "token_embed"}, "token_embed"),
+        (SupportedTasks(names=("classify",)), "/v1/score", {"queries": "a", "documents": "b"}, "score"),
     ],
 )
 async def test_what_a_model_cannot_do_is_refused_with_its_name_and_what_it_can(tasks, path, body, task):

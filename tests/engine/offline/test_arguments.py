@@ -17,6 +17,8 @@ VLLM = {  # arguments of the methods of vllm.LLM: of its version 0.33, and of ol
     "add_generation_prompt continue_final_message tools chat_template_kwargs tokenization_kwargs mm_processor_kwargs",
     "embed": "prompts pooling_params use_tqdm lora_request tokenization_kwargs truncate_prompt_tokens "
     "prompt_adapter_request",
+    "classify": "prompts pooling_params use_tqdm lora_request tokenization_kwargs",
+    "encode": "prompts pooling_params use_tqdm lora_request pooling_task tokenization_kwargs truncate_prompt_tokens",
     "score": "data_1 data_2 use_tqdm pooling_params lora_request tokenization_kwargs chat_template "
     "truncate_prompt_tokens prompt_adapter_request",
 }

@@ -25,7 +25,17 @@ from engine.model.models.bert import BertModel
 from engine.pooling.score_prompt import AFTER, score_prompt
 from engine.pooling.text_encoder import TextEncoder
 from tests.models import make_model
-from tests.pooling_models import EMBEDDINGS, RERANKERS, TEXTS, Reference, make, write_json
+from tests.pooling_models import (
+    CLASSIFIERS,
+    EMBEDDINGS,
+    KINDS,
+    RERANKERS,
+    TEXTS,
+    TOKEN_CLASSIFIERS,
+    Reference,
+    make,
+    write_json,
+)
 from tests.transformers_models import make_transformers_model
 
 OPTIONS = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_threads": 1}
@@ -39,7 +49,7 @@ def folders(tmp_path_factory):
 
     def folder(name: str):
         if name not in made:
-            made[name] = make(tmp_path_factory.mktemp(name), {**EMBEDDINGS, **RERANKERS}[name])
+            made[name] = make(tmp_path_factory.mktemp(name), KINDS[name])
         return made[name]
 
     return folder
@@ -91,6 +101,47 @@ def test_scores_of_a_reranker_are_those_of_transformers(name, folders, open_llm)
     assert len(set(expected)) == 3
 
 
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classes_of_a_text_are_those_of_transformers_alone_and_in_a_batch(name, folders, open_llm):
+    llm, reference = open_llm(folders(name)), Reference(folders(name), CLASSIFIERS[name])
+    ids = [TextEncoder(llm.tokenizer).encode([text], llm.max_model_len)[0] for text in TEXTS]
+    logits = torch.stack([reference.logits(own) for own in ids])
+    expected = logits.sigmoid() if name == "toxic_roberta" else logits.softmax(-1)
+    found = [output.outputs.probs for output in llm.classify(TEXTS, KEEP, use_tqdm=False)]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    (alone,) = llm.classify([ids[0]], PoolingParams(use_activation=False), use_tqdm=False)
+    np.testing.assert_allclose(alone.outputs.probs, logits[0], atol=1e-4)
+    assert alone.outputs.num_classes == (2 if name == "modernbert_topics" else 3)
+
+
+@pytest.mark.parametrize("name", TOKEN_CLASSIFIERS)
+def test_classes_of_each_token_are_those_of_transformers_alone_and_in_a_batch(name, folders, open_llm):
+    reference = Reference(folders(name), TOKEN_CLASSIFIERS[name])
+    check_token_vectors(open_llm(folders(name)), "token_classify", lambda ids: reference.logits(ids).softmax(-1))
+
+
+@pytest.mark.parametrize("name", ["minilm", "gte_modernbert", "qwen3_embedding", "embedding_gemma_2"])
+def test_vectors_of_each_token_are_those_of_transformers_alone_and_in_a_batch(name, folders, open_llm):
+    check_token_vectors(open_llm(folders(name)), "token_embed", Reference(folders(name), EMBEDDINGS[name]).vectors)
+
+
+def check_token_vectors(llm: LLM, task: str, expected) -> None:
+    """Several texts together, and one of them alone, have a row of numbers for each of their tokens."""
+    both = [llm.encode(some, KEEP, pooling_task=task, use_tqdm=False) for some in (TEXTS, TEXTS[0])]
+    for output in both[0] + both[1]:
+        numbers = expected(output.prompt_token_ids).numpy()
+        assert output.outputs.data.shape == numbers.shape
+        np.testing.assert_allclose(output.outputs.data, numbers, atol=1e-5 * max(1, np.abs(numbers).max()))
+
+
+def test_a_decoder_that_scores_texts_scores_each_of_their_tokens_too(folders, open_llm):
+    llm = open_llm(folders("qwen3_guard"), max_num_batched_tokens=5)
+    (output,) = llm.encode(TEXTS[0], pooling_task="token_classify", use_tqdm=False)
+    (last,) = llm.classify(TEXTS[0], use_tqdm=False)
+    np.testing.assert_allclose(output.outputs.data[-1], last.outputs.probs, atol=1e-5)
+    assert len(output.outputs.data) == len(output.prompt_token_ids) > 5
+
+
 def test_scores_of_an_embedding_model_are_cosines(folders, open_llm):
     llm = open_llm(folders("distilroberta"))
     query, *documents = vectors(llm, ["the fox", "a dog", "A cache keeps"])
@@ -138,6 +189,21 @@ def logit_score() -> dict:
     }
 
 
+def test_a_reranker_with_a_score_head_reads_queries_and_documents_by_its_template(tmp_path, open_llm):
+    folder = make(tmp_path, RERANKERS["qwen3_reranker_seq_cls"])
+    (folder / "chat_template.jinja").write_text(
+        "{% set task = (messages | selectattr('role', 'eq', 'system') | list) %}"
+        "{{ task[0].content if task else 'rank' }}"
+        "{% for m in messages if m.role == \"query\" or m.role == 'document' %}|{{ m.content }}{% endfor %}"
+    )
+    llm, reference = open_llm(folder), Reference(folder, RERANKERS["qwen3_reranker_seq_cls"])
+    for instruction, text in ((None, "rank|what|a fox"), ("find", "find|what|a fox")):
+        ids = llm.tokenizer.encode(text, add_special_tokens=False)
+        (output,) = llm.score("what", "a fox", instruction=instruction, use_tqdm=False)
+        assert output.prompt_token_ids == ids
+        assert output.outputs.score == pytest.approx(reference.logits(ids).sigmoid().item(), abs=1e-5)
+
+
 def test_the_prompt_of_a_qwen3_reranker_is_that_of_its_card(tmp_path, open_llm):
     llm = open_llm(make_model(tmp_path, "qwen3", tokenizer=True))
     prompt, end = score_prompt(llm.tokenizer, "a {query}", "a document", has_template=False)
@@ -169,6 +235,21 @@ def test_the_last_token_of_a_cached_prefix_is_enough_where_it_is_what_is_pooled(
     second = llm.embed(TEXTS[0], use_tqdm=False)[0]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, (len(first.prompt_token_ids) - 1) // 4 * 4)
     np.testing.assert_allclose(second.outputs.embedding, first.outputs.embedding, atol=1e-5)
+
+
+def test_vectors_of_each_token_are_of_the_whole_prompt_in_chunks_and_after_a_cached_prefix(folders, open_llm):
+    params = PoolingParams(truncate_prompt_tokens=-1, dimensions=8)
+    whole = [out.outputs.data for out in pooled(open_llm(folders("qwen3_embedding")), "token_embed", params)]
+    llm = open_llm(folders("qwen3_embedding"), max_num_batched_tokens=5)
+    vectors(llm, TEXTS, KEEP)  # which leaves prefixes in the cache
+    for output, expected in zip(pooled(llm, "token_embed", params), whole, strict=True):
+        assert output.num_cached_tokens == 0
+        np.testing.assert_allclose(output.outputs.data, expected, atol=1e-5)
+        np.testing.assert_allclose(np.linalg.norm(expected, axis=1), 1, atol=1e-5)
+
+
+def pooled(llm: LLM, task: str, params: PoolingParams):
+    return llm.encode(TEXTS, params, pooling_task=task, use_tqdm=False)
 
 
 @pytest.mark.parametrize("name", ["e5_mistral", "minilm"])
@@ -311,6 +392,16 @@ def test_a_long_document_of_a_generative_reranker_loses_its_end(tmp_path, open_l
 
 
 # -- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_classifier_cannot_do_is_refused_by_name(folders, open_llm):
+    texts, tokens = open_llm(folders("bert_emotion")), open_llm(folders("bert_ner"))
+    with pytest.raises(UnsupportedTask, match=r"cannot do 'score'; it can do: classify$"):
+        texts.score("a", "b", use_tqdm=False)
+    with pytest.raises(UnsupportedTask, match=r"cannot do 'classify'; it can do: token_classify$"):
+        tokens.classify("a", use_tqdm=False)
+    with pytest.raises(InvalidParameter, match="dimensions must be left out, because 'classify' makes no embeddings"):
+        texts.classify("a", PoolingParams(dimensions=2), use_tqdm=False)
 
 
 def test_what_a_model_cannot_do_is_refused_by_name(folders, open_llm):

@@ -90,7 +90,7 @@ def test_documents_have_a_score(tmp_path):
     assert all(isinstance(output, ScoringRequestOutput) and 0 <= output.outputs.score <= 1 for output in outputs)
 
 
-@pytest.mark.parametrize("method", ["classify", "encode", "beam_search", "reward"])
+@pytest.mark.parametrize("method", ["beam_search", "reward"])
 def test_what_there_is_not_is_refused_by_name_with_what_there_is(llm, method):
     with pytest.raises(RequestError, match=rf"LLM\.{method} is not supported: .*use "):
         getattr(llm, method)(PROMPTS)

@@ -1,4 +1,4 @@
-"""Makes embeddings and scores from hidden states. If a prompt is computed in several chunks, the pooler keeps
+"""Makes embeddings, classes and scores from hidden states. If a prompt is computed in several chunks, the pooler keeps
 intermediate results until the last chunk. Every rank computes the same result."""
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from engine.devices.device import StagedCopy, copy_to
 from engine.errors import ModelFolderError
-from engine.model.config_parts.pooling import DenseConfig
+from engine.model.config_parts.pooling import Activation, DenseConfig
 from engine.model.models.llama import Model
 from engine.parts.of_sequences import OfSequences
 from engine.runner.rank_part import RankPart
 from engine.runner.rank_setup import RankSetup
 from engine.runner.step import Forward, LaunchedStep
 from engine.runner.step_layout import StepLayout
-from engine.wire.parts.pooling import PoolingParams
+from engine.wire.parts.pooling import EMBEDS, PoolingParams
 from engine.wire.plan import StepPlan, StepResult
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Identity": lambda x: x, "Tanh": torch.tanh}
@@ -49,7 +49,9 @@ class Pooled:
     """Vectors of sequences whose prompts end in this step, before normalisation."""
 
     rows: list[PooledRows]
-    vectors: Tensor  #: [rows, size] float32; for a generative reranker, the logits of yes and no
+    vectors: Tensor
+    """[vectors, size] float32: one for each row, or, for tasks of tokens, one for each token of each row's prompt. For
+    a generative reranker, the logits of yes and no."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Pooler(RankPart):
         self._setup, self._config, self._pooling = setup, setup.model, setup.model.pooling
         self._dtype, self._device = setup.dtype, setup.device
         self._of_sequences = OfSequences[PoolingParams]()
-        self._carried: dict[int, Tensor] = {}  # by slot: what the prompt's earlier chunks gave, [hidden]
+        self._carried: dict[int, Tensor] = {}  # by slot: what the prompt's earlier chunks gave, [1 or tokens, hidden]
 
     def attach(self, model: Model) -> None:
         """Raises ModelFolderError if the weights of a dense layer cannot be read."""
@@ -107,7 +109,10 @@ class Pooler(RankPart):
     def after(self, step: LaunchedStep, out: Tensor, tokens: Tensor) -> None:
         pooled: PooledStep | None = step.inputs.of.get(self.name)
         if pooled is not None and pooled.rows:
-            step.of[self.name] = self.launch(out[:, : self._config.hidden_size], pooled.rows)
+            hidden = (
+                out[:, : self._config.hidden_size] if self._config.head == "lm" else out
+            )  # without drafters' inputs
+            step.of[self.name] = self.launch(hidden, pooled.rows)
 
     def collected(self, step: LaunchedStep, result: StepResult) -> StepResult:
         for pooled in step.of.get(self.name, ()):
@@ -118,58 +123,82 @@ class Pooler(RankPart):
         """Take the hidden states [tokens, hidden] of a step, and pool the sequences whose prompts end in it."""
         ended: dict[str, tuple[list[PooledRows], list[Tensor]]] = {}
         for row in rows:
-            vector = self._pool(hidden[row.first_row : row.first_row + row.count], row)
+            vectors = self._pool(hidden[row.first_row : row.first_row + row.count], row)
             if row.is_last:
-                some, vectors = ended.setdefault(row.params.task, ([], []))
+                some, pooled = ended.setdefault(row.params.task, ([], []))
                 some.append(row)
-                vectors.append(vector)
+                pooled.append(vectors)
             else:
-                self._carried[row.slot] = vector.clone()  # a graph's next replay overwrites its hidden states
-        heads = {"embed": self._embed, "score": self._score}
+                self._carried[row.slot] = vectors.clone()  # a graph's next replay overwrites its hidden states
         return [
-            Pooled(some, self._device.fetch(heads[task](some, torch.stack(vectors))))
-            for task, (some, vectors) in ended.items()
+            Pooled(some, self._device.fetch(self._finished(task, some, torch.cat(pooled))))
+            for task, (some, pooled) in ended.items()
         ]
 
     def finish(self, pooled: Pooled) -> dict[int, bytes]:
         """Return results by entry of the plan. Call it once the device has completed the step."""
-        vectors = pooled.vectors.numpy()
-        return {row.entry: self._result(row.params, vector) for row, vector in zip(pooled.rows, vectors, strict=True)}
+        counts = [row.start + row.count if row.params.of_tokens else 1 for row in pooled.rows]
+        parts = np.split(pooled.vectors.numpy(), np.cumsum(counts)[:-1])
+        return {row.entry: self._result(row.params, part) for row, part in zip(pooled.rows, parts, strict=True)}
 
     def _pool(self, own: Tensor, row: PooledRows) -> Tensor:
+        """Return what the prompt's tokens so far give: [1 or tokens, hidden]. own: those of this step."""
+        carried = self._carried.pop(row.slot, None) if row.start else None
+        if row.params.of_tokens:
+            return own if carried is None else torch.cat((carried, own))
         kind = "last" if row.params.task == "score" and self._config.head == "lm" else self._pooling.type
         if kind == "last":
-            return own[-1]
+            return own[-1:]
         if kind == "cls":
-            return own[0] if row.start == 0 else self._carried[row.slot]
-        total = own.sum(0, dtype=torch.float32)
-        if row.start:
-            total += self._carried[row.slot]
+            return own[:1] if carried is None else carried
+        total = own.sum(0, keepdim=True, dtype=torch.float32)
+        if carried is not None:
+            total += carried
         return total / (row.start + row.count) if row.is_last else total
 
-    def _embed(self, rows: list[PooledRows], vectors: Tensor) -> Tensor:
-        vectors = vectors.float()
-        for weight, bias, activation in self._dense:
-            vectors = activation(F.linear(vectors, weight, bias))
-        return vectors
-
-    def _score(self, rows: list[PooledRows], vectors: Tensor) -> Tensor:
+    def _finished(self, task: str, rows: list[PooledRows], vectors: Tensor) -> Tensor:
+        """Apply what follows pooling: [vectors, hidden] -> [vectors, size] float32."""
+        if task in EMBEDS:
+            vectors = vectors.float()
+            for weight, bias, activation in self._dense:
+                vectors = activation(F.linear(vectors, weight, bias))
+            return vectors
         vectors = vectors.to(self._dtype)  # means are float32
-        if self._config.head == "score":
+        if self._config.head != "lm":
             return self._model.scores(vectors).float()
         ids = copy_to([row.params.score_token_ids for row in rows], vectors.device)
         return self._model.logits(vectors).gather(1, ids)
 
-    def _result(self, params: PoolingParams, vector: np.ndarray) -> bytes:
-        if params.task == "embed":
-            vector = vector[: params.dimensions]
+    def _result(self, params: PoolingParams, vectors: np.ndarray) -> bytes:
+        """Return the bytes of a sequence's answer; empty if a number is not finite. vectors: [1 or tokens, size]"""
+        if params.task in EMBEDS:
+            vectors = vectors[:, : params.dimensions]
             if self._pooling.normalize if params.use_activation is None else params.use_activation:
-                vector = vector / max(np.linalg.norm(vector), SMALLEST_NORM)
+                vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), SMALLEST_NORM)
         else:
-            vector = vector[:1] - vector[1:] if len(vector) == 2 else vector
-            if self._pooling.sigmoid if params.use_activation is None else params.use_activation:
-                vector = 1 / (1 + np.exp(-vector))
-        return vector.astype("<f4").tobytes() if np.isfinite(vector).all() else b""
+            vectors = vectors[:, :1] - vectors[:, 1:] if self._config.head == "lm" else vectors
+            vectors = as_probabilities(vectors, self._activation(params.use_activation))
+        return vectors.astype("<f4").tobytes() if np.isfinite(vectors).all() else b""
+
+    def _activation(self, used: bool | None) -> Activation:
+        named = self._pooling.activation
+        if used is None or (used and named != "Identity"):
+            return named
+        if not used:
+            return "Identity"
+        return "Softmax" if len(self._pooling.labels) > 1 else "Sigmoid"
+
+
+def as_probabilities(scores: np.ndarray, activation: Activation) -> np.ndarray:
+    """Apply an activation to scores [vectors, labels]."""
+    match activation:
+        case "Identity":
+            return scores
+        case "Sigmoid":
+            return 1 / (1 + np.exp(-scores))
+        case "Softmax":
+            exp = np.exp(scores - scores.max(axis=1, keepdims=True))
+            return exp / exp.sum(axis=1, keepdims=True)
 
 
 def read_dense(folder: Path, dense: DenseConfig, device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -46,6 +46,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "/v1/embeddings": {"input": "a"},
     "/pooling": {"input": "a"},
+    "/classify": {"input": "a"},
     "/v1/score": {"queries": "a", "documents": ["b"]},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
     "/tokenize": {"prompt": "a"},
