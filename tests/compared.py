@@ -16,7 +16,7 @@ from typing import Any
 from cluster.cli.model_support import COMPARED
 from tests.engine.model.models.test_parity import VARIANTS
 from tests.models import FAMILIES, HYBRIDS
-from tests.pooling_models import EMBEDDINGS, RERANKERS
+from tests.pooling_models import KINDS
 
 MODEL = "tests.engine.model"
 # What is compared, the module and the name of the test that does it.
@@ -65,6 +65,18 @@ TESTS = (
         "embeddings", "tests.engine.offline.test_pooling",
         "test_embeddings_are_those_of_transformers_alone_and_in_a_batch",
     ),
+    (
+        "vectors of tokens", "tests.engine.offline.test_pooling",
+        "test_vectors_of_each_token_are_those_of_transformers_alone_and_in_a_batch",
+    ),
+    (
+        "classes", "tests.engine.offline.test_pooling",
+        "test_classes_of_a_text_are_those_of_transformers_alone_and_in_a_batch",
+    ),
+    (
+        "classes of tokens", "tests.engine.offline.test_pooling",
+        "test_classes_of_each_token_are_those_of_transformers_alone_and_in_a_batch",
+    ),
     ("scores", "tests.engine.offline.test_pooling", "test_scores_of_a_reranker_are_those_of_transformers"),
 )  # fmt: skip
 
@@ -99,8 +111,8 @@ def architecture_of(model: str) -> str:
         model = VARIANTS[model][0]
     if model in FAMILIES | HYBRIDS:
         return f"{(FAMILIES | HYBRIDS)[model][0]}ForCausalLM"
-    if model in EMBEDDINGS | RERANKERS:
-        return (EMBEDDINGS | RERANKERS)[model].model
+    if model in KINDS:
+        return KINDS[model].model
     return model.split()[0]
 
 

@@ -123,6 +123,17 @@ GRANITE4: dict[str, Any] = {
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", {**GATED_DELTA_NET, **SHARED_EXPERT, "mlp_only_layers": [1]}),
     "qwen3_5": ("Qwen3_5", GATED_DELTA_NET),
+    # as Qwen 3.5 27B and 3.8: six query heads to each KV head, three value heads to each key head
+    "qwen3_8": (
+        "Qwen3_5",
+        {
+            **GATED_DELTA_NET,
+            "num_attention_heads": 12,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 12,
+            "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.25},
+        },
+    ),
     "qwen3_5_moe": ("Qwen3_5Moe", {**GATED_DELTA_NET, **SHARED_EXPERT}),
     "bamba": ("Bamba", {**MAMBA2, "attn_layer_indices": [1], "rope_parameters": PARTIAL_ROPE}),
     "granite4": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0}),
@@ -353,7 +364,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v32": ("DeepseekV32", {**SPARSE, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE}),
     "glm_moe_dsa": ("GlmMoeDsa", {**SPARSE, "indexer_types": ["full", "shared", "full"]}),
+    "longcat_flash": (
+        "LongcatFlash",
+        {**LATENT, "num_layers": 2, "n_routed_experts": 6, "zero_expert_num": 3, "routed_scaling_factor": 2.5},
+    ),
     "minicpm3": ("MiniCPM3", {**LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 24}),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {
+            "num_key_value_heads": 1,
+            "v_head_dim": 12,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {**PARTIAL_ROPE, "rope_theta": 1e6},
+                "sliding_attention": PARTIAL_ROPE,
+            },
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": GPT_OSS_ROPE},
@@ -376,10 +410,12 @@ SLOW_ENGINES = (
     "mixtral",
     "qwen2_moe",
     "glm4_moe",
+    "mimo_v2_flash",
     "gpt_oss",
     "deepseek_v2",
     "glm4_moe_lite",
     "glm_moe_dsa",
+    "longcat_flash",
     "minicpm3",
 )
 
@@ -424,6 +460,9 @@ def make_config(family: str, **overrides: Any) -> Any:
     fields = {**COMMON, **fields, **overrides}
     if "kv_lora_rank" in fields:
         del fields["head_dim"]
+    if "num_layers" in fields:  # LongCat Flash, of which transformers derives the other number
+        del fields["num_hidden_layers"]
+        fields["head_dim"] = fields["qk_rope_head_dim"]
     return getattr(transformers, f"{name}TextConfig" if name in TEXT_CONFIGS else f"{name}Config")(**fields)
 
 

@@ -99,6 +99,8 @@ class ModelConfig:
     """Multipliers: factors on parts of the model, which a family that has them always gives."""
     gemma: Any = None
     """A GemmaConfig: options that Gemma 3n and Gemma 4 have and Gemma 3 lacks."""
+    values: Any = None
+    """A ValueConfig, if values are smaller than keys."""
     encoder: Any = None
     """An EncoderConfig."""
     pooling: Any = None

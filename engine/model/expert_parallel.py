@@ -24,6 +24,9 @@ def check_experts(config: EngineConfig, model: ModelConfig) -> None:
         return
     if model.moe is None:
         raise ConfigError("enable_expert_parallel", True, f"left out for {model.architecture}, which has no experts")
+    if model.moe.zero_experts:
+        limit = f"left out for {model.architecture}, some of whose experts are on every rank"
+        raise ConfigError("enable_expert_parallel", True, limit)
     if engines > 1:
         check_shared(model.moe.num_experts, engines, config.tensor_parallel_size, config.redundant_experts)
     elif config.tensor_parallel_size > 1:

@@ -82,7 +82,8 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
     if config.pipeline_parallel_size == 1:
         return
     handoff = config.handoff
-    needs_more = model.gemma is not None or (model.latent is not None and model.latent.index is not None)
+    carries = model.moe is not None and model.moe.zero_experts > 0  # from a layer's first half to its second
+    needs_more = carries or model.gemma is not None or (model.latent is not None and model.latent.index is not None)
     for name, value, known in (
         ("torch_compile", True, not config.torch_compile),
         ("handoff", "encode", handoff is None or handoff.role != "encode"),

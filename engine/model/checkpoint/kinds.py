@@ -59,12 +59,12 @@ LIST: dict[str, Any] = {"lists": True, "alone": False, "null": True}
 KINDS: dict[str, Kind] = {
     name: kind
     for kind in (
-        _whole(1, LAYERS, "num_hidden_layers"),
+        _whole(1, LAYERS, "num_hidden_layers num_layers"),
         _whole(
             1, COUNT,
             "num_attention_heads index_n_heads linear_num_key_heads linear_num_value_heads num_heads mamba_n_heads "
             "mamba_num_heads mamba_n_groups n_groups conv_kernel linear_conv_kernel_dim short_conv_kernel_size "
-            "conv_L_cache mamba_d_conv decoder_sparse_step global_attn_every_n_layers num_experts_per_tok "
+            "conv_L_cache mamba_d_conv moe_topk decoder_sparse_step global_attn_every_n_layers num_experts_per_tok "
             "num_experts_per_token altup_num_inputs block_multiple_of mamba_expand num_labels spatial_merge_size",
         ),
         _whole(
@@ -75,7 +75,7 @@ KINDS: dict[str, Kind] = {
         _whole(
             0, COUNT,
             "num_experts num_local_experts n_routed_experts n_shared_experts num_shared_experts n_group topk_group "
-            "num_expert_group num_nextn_predict_layers mtp_num_hidden_layers index_topk_freq", **NULL,
+            "num_expert_group zero_expert_num num_nextn_predict_layers mtp_num_hidden_layers index_topk_freq", **NULL,
         ),
         _whole(
             0, COUNT,
@@ -87,15 +87,16 @@ KINDS: dict[str, Kind] = {
             "hidden_size vocab_size global_head_dim index_head_dim max_position_embeddings model_max_length "
             "linear_key_head_dim linear_value_head_dim mamba_d_state mamba_head_dim ssm_state_size qk_nope_head_dim "
             "qk_rope_head_dim v_head_dim local_attention vocab_size_per_layer_input laurel_rank block_ff_dim "
+            "ffn_hidden_size expert_ffn_hidden_size "
             "mm_tokens_per_image vision_soft_tokens_per_image target_hidden_size in_features out_features",
         ),
-        _whole(1, SIZE, "head_dim original_max_position_embeddings dim_model_base draft_vocab_size "
+        _whole(1, SIZE, "head_dim original_max_position_embeddings dim_model_base draft_vocab_size embedding_dim "
                "truncated_vocab_size max_seq_length", **NULL),
         _whole(
             0, SIZE,
             "shared_expert_intermediate_size shared_intermediate_size moe_latent_size "
             "moe_shared_expert_intermediate_size kv_lora_rank q_lora_rank hidden_size_per_layer_input sliding_window "
-            "mamba_d_ssm index_topk image_token_id image_token_index", **NULL,
+            "mamba_d_ssm index_topk sliding_window_size image_token_id image_token_index", **NULL,
         ),
         _whole(0, SIZE, "moe_intermediate_size idx true_token_id"),
         _whole(0, SIZE, "false_token_id", **NULL),
@@ -103,16 +104,17 @@ KINDS: dict[str, Kind] = {
         _whole(0, SIZE, "eos_token_id", lists=True, null=True),
         _whole(0, SIZE, "matryoshka_dimensions mrope_section deepstack_visual_indexes", **LIST),
         _whole(0, LAYERS, "mlp_only_layers attn_layer_indices full_attn_idxs full_attn_layers "
-               "eagle_aux_hidden_state_layer_ids", **LIST),
-        _number(TINY, MAX_NUMBER, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps rope_theta "
-                "rope_local_base_freq global_rope_theta factor low_freq_factor high_freq_factor logits_scaling "
-                "block_ffn_dim_multiplier"),
+               "hybrid_layer_pattern moe_layer_freq eagle_aux_hidden_state_layer_ids", **LIST),
+        _number(TINY, MAX_NUMBER, "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps "
+                "rope_theta rope_local_base_freq global_rope_theta swa_rope_theta factor low_freq_factor "
+                "high_freq_factor logits_scaling block_ffn_dim_multiplier"),
         _number(TINY, MAX_NUMBER, "local_rope_theta beta_fast beta_slow query_pre_attn_scalar", **NULL),
         _number(TINY, 1.0, "partial_rotary_factor", **NULL),
         _number(-1e6, 1e6, "embedding_multiplier residual_multiplier lm_head_multiplier key_multiplier "
                 "attention_in_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier "
-                "routed_scaling_factor swiglu_alpha scale_emb"),
-        _number(-1e6, 1e6, "attention_multiplier scale_depth mscale mscale_all_dim attention_factor swiglu_limit",
+                "swiglu_alpha scale_emb"),
+        _number(-1e6, 1e6, "attention_multiplier scale_depth mscale mscale_all_dim attention_factor swiglu_limit "
+                "routed_scaling_factor attention_value_scale",
                 **NULL),
         _number(0, 1e6, "attn_logit_softcapping final_logit_softcapping", **NULL),
         _number(-1e6, 1e6, "mlp_multipliers ssm_multipliers activation_sparsity_pattern", **LIST),
@@ -128,7 +130,7 @@ KINDS: dict[str, Kind] = {
         _other((bool, str), "true, false or 'vision'", "use_bidirectional_attention", **NULL),
         _other(str, "a text", "hidden_act model_type classifier_pooling path activation_function module_input_name"),
         _other(str, "a text", "hidden_activation dtype torch_dtype position_embedding_type topk_method rope_type type "
-               "hybrid_override_pattern activation_fn sbert_ce_default_activation_function "
+               "hybrid_override_pattern activation_fn problem_type sbert_ce_default_activation_function "
                "default_prompt_name", **NULL),
         _other((int, str), "'auto' or a whole number", "mamba_d_head"),
         _other(str, "a list of texts", "architectures", **LIST),

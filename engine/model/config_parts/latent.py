@@ -88,6 +88,33 @@ class LatentConfig:
         )
 
 
+def latent_names(raw: Fields) -> Fields:
+    """Return LongCat Flash's fields under the names that other families use. Each of its layers is two of ours, and the
+    first of these has experts."""
+    if "zero_expert_num" not in raw:
+        return raw
+    if not raw["zero_expert_num"]:
+        raise Unsupported("zero_expert_num", raw["zero_expert_num"], "at least 1")
+    for key, value in (("router_bias", False), ("zero_expert_type", "identity")):
+        one_of(key, raw.get(key, value), (value,))
+    for key in ("mla_scale_q_lora", "mla_scale_kv_lora"):
+        one_of(key, raw.get(key, True), (True,))
+    if raw["moe_topk"] > raw["n_routed_experts"]:
+        raise Unsupported("moe_topk", raw["moe_topk"], f"at most n_routed_experts ({raw['n_routed_experts']})")
+    rotated = raw["qk_rope_head_dim"]
+    sizes = {"qk_rope_head_dim": rotated, "qk_nope_head_dim + qk_rope_head_dim": raw["qk_nope_head_dim"] + rotated}
+    for key, (limit, size) in zip(("head_dim", "qk_head_dim"), sizes.items(), strict=True):
+        if raw.get(key) not in (None, size):
+            raise Unsupported(key, raw[key], f"{limit} ({size})")
+    return raw | {
+        "num_hidden_layers": 2 * raw["num_layers"],
+        "mlp_layer_types": ["sparse", "dense"] * raw["num_layers"],
+        "intermediate_size": raw["ffn_hidden_size"],
+        "moe_intermediate_size": raw["expert_ffn_hidden_size"],
+        "num_experts_per_tok": raw["moe_topk"],
+    }
+
+
 def attention_scale(raw: Fields, latent: LatentConfig | None, head_dim: int) -> float:
     """Return the factor on attention scores. For latent attention, YaRN with `mscale_all_dim` raises it: DeepSeek V2,
     arXiv:2405.04434, section 3.1.4."""

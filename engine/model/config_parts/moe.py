@@ -28,6 +28,8 @@ class MoEConfig:
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
     router_bias: bool = False
+    zero_experts: int = 0
+    """Further experts, which return their input."""
     latent_size: int = 0
     """Input and output size of routed experts, if it is less than the hidden size; else 0."""
     shared_intermediate_size: int = 0
@@ -70,8 +72,9 @@ class MoEConfig:
             scoring=raw.get("scoring", "softmax"),
             num_groups=groups,
             topk_groups=raw.get("topk_group") or 1,
-            routed_scaling_factor=raw.get("routed_scaling_factor", 1.0),
+            routed_scaling_factor=raw.get("routed_scaling_factor") or 1.0,
             router_bias=raw.get("router_bias", False),
+            zero_experts=raw.get("zero_expert_num") or 0,
             shared_intermediate_size=shared,
             latent_size=raw.get("moe_latent_size") or 0,
             shared_name=raw.get("shared_name") or ("shared_expert" if gated else "shared_experts"),

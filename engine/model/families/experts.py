@@ -36,6 +36,17 @@ FAMILIES: dict[str, Family] = {
             "n_shared_experts": 1, "first_k_dense_replace": 1,
         },
     ),
+    # MiMo V2 Flash: sinks and windows in most layers, whose values are smaller than keys; DeepSeek V3's routing
+    "MiMoV2FlashForCausalLM": WideFamily(
+        "mimo_v2.MiMoV2ForCausalLM",
+        ("attention_bias", "partial_rotary_factor", "sliding_window", "layer_types", "n_routed_experts"),
+        {
+            "head_dim": 192, "v_head_dim": 128, "attention_value_scale": 0.707, "output_bias": False,
+            "sliding_window": 129, "partial_rotary_factor": 0.334, "rope_theta": 5e6, "swa_rope_theta": 1e4,
+            "rms_norm_eps": 1e-5, "scoring": "sigmoid", "norm_topk_prob": True,
+        },
+        activations=("silu",),
+    ),
     # gpt-oss, arXiv:2508.10925: attention sinks, every second layer with a window, biases everywhere
     "GptOssForCausalLM": WideFamily(
         "gpt_oss.GptOssForCausalLM",

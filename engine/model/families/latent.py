@@ -47,6 +47,15 @@ FAMILIES: dict[str, Family] = {
         LATENT_EXPERTS,
         DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1, "index_interleaved": True, "rms_norm_eps": 1e-5},
     ),
+    # LongCat Flash: each layer attends twice, and some of its experts compute nothing
+    "LongcatFlashForCausalLM": WideFamily(
+        "longcat.LongcatForCausalLM",
+        ("attention_bias", "n_routed_experts", "router_bias"),
+        LATENT | {
+            "num_attention_heads": 64, "num_key_value_heads": None, "hidden_act": "silu", "rope_theta": 1e7,
+            "rms_norm_eps": 1e-5, "zero_expert_num": 256, "routed_scaling_factor": 6.0, "moe_topk": 12,
+        },
+    ),
     "MiniCPM3ForCausalLM": WideFamily(
         "deepseek.MiniCPM3ForCausalLM",
         ("attention_bias", "mlp_bias"),

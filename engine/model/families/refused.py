@@ -5,10 +5,7 @@ from __future__ import annotations
 REFUSED: dict[str, str] = {
     "BailingHybridForCausalLM": "the decays of its linear attention have a lower bound, for which there is no kernel",
     "DeepseekV4ForCausalLM": "there is no code for attention to compressed tokens, nor for hyper-connections",
-    "EmbeddingGemma2Model": "there is no code for layer embeddings without a table, nor for its last projection",
     "Glm5NextForConditionalGeneration": "there is no code for hyper-connections, nor for its linear attention",
-    "LongcatFlashForCausalLM": "its layers attend twice, and some of its experts compute nothing",
-    "MiMoV2FlashForCausalLM": "its values are smaller than its keys, and the KV cache has one size for both",
     "MiniMaxM3SparseForConditionalGeneration": "there is no code for attention to selected blocks of keys",
     "Step3p7ForConditionalGeneration": "transformers has no causal language model for its text part",
 }

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 from engine.model.checkpoint.fields import Fields, Unsupported
 from engine.model.config_parts.encoder import EncoderConfig, encoder_names
 from engine.model.config_parts.gemma import GemmaConfig, gemma_names, gemma_specs
-from engine.model.config_parts.latent import LatentConfig, attention_scale
+from engine.model.config_parts.latent import LatentConfig, attention_scale, latent_names
 from engine.model.config_parts.moe import MoEConfig
 from engine.model.config_parts.multipliers import Multipliers
 from engine.model.config_parts.recurrent import RecurrentConfig, block_types, recurrent_names
+from engine.model.config_parts.values import ValueConfig, value_names, value_specs
 from engine.model.families.family import OPTIONAL, Family
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -43,7 +44,7 @@ class WideFamily(Family):
         fields = gemma_names(fields)
         if fields.get("use_bidirectional_attention") not in (None, False, True):
             raise Unsupported("use_bidirectional_attention", fields["use_bidirectional_attention"])
-        fields = recurrent_names(fields)
+        fields = value_names(latent_names(recurrent_names(fields)))
         return encoder_names(fields) if self.encoder else fields
 
     def shape(self, raw: Fields, max_model_len: int | None) -> dict[str, Any]:
@@ -65,7 +66,8 @@ class WideFamily(Family):
             "block_types": block_types(raw, num_layers) if "recurrent" in raw else (),
             "multipliers": Multipliers.read(raw),
             "gemma": GemmaConfig.read(raw),
-            "layer_kv": gemma_specs(raw, cfg["window"]),
+            "values": ValueConfig.read(raw),
+            "layer_kv": gemma_specs(raw, cfg["window"]) or value_specs(raw, cfg["window"]),
             "attn_logit_softcapping": raw.get("attn_logit_softcapping"),
             "final_logit_softcapping": raw.get("final_logit_softcapping"),
             "qk_norm": bool(raw.get("use_qk_norm")),

@@ -24,7 +24,8 @@ from tests.transformers_models import make_transformers_model
 
 BY_TRANSFORMERS = ("SmolLM3ForCausalLM", "VaultGemmaForCausalLM", "Llama4ForCausalLM")
 NATIVE = ("gpt_oss", "gemma2", "gemma3", "gemma3n", "gemma4", "gemma4_moe", "mixtral", "qwen3_moe", "phi3", "glm4_moe",
-          "deepseek_v2", "deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa")  # fmt: skip
+          "deepseek_v2", "deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash",
+          "longcat_flash")  # fmt: skip
 QUICK = {"gpt_oss", "Llama4ForCausalLM"}  # Gemma 3 is below
 RECURRENT = ("qwen3_5", "nemotron_h", "lfm2", "kimi_linear")
 # States, KV behind windows, or latents.

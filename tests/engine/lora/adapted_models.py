@@ -22,6 +22,8 @@ ALL = (*NATIVE, *BACKEND)
 # convolutions for linear layers.
 TARGETS: dict[str, Any] = {
     **dict.fromkeys(("nemotron_h", "falcon_h1"), ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj")),
+    # PEFT takes experts for a part of MLPs, and its adapters of these experts are refused
+    "longcat_flash": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     "kimi_linear": r".*\.(q|k|v|o|kv_a|kv_b|gate|up|down|b|f_a|f_b|g_a|g_b)_proj(_with_mqa)?",
 }
 
@@ -29,7 +31,8 @@ TARGETS: dict[str, Any] = {
 class AdaptedModel:
     def __init__(self, root: Path, family: str):
         self.folder = (make_model if family in NATIVE else make_transformers_model)(root / "model", family)
-        config = {"target_modules": TARGETS.get(family, "all-linear"), "target_parameters": experts(self.folder)}
+        parameters = [] if family == "longcat_flash" else experts(self.folder)
+        config = {"target_modules": TARGETS.get(family, "all-linear"), "target_parameters": parameters}
         patterns = {"rank_pattern": {"layers.0.self_attn.o_proj": 2}, "alpha_pattern": {"o_proj": 16}}
         self.adapters = [
             make_adapter(root / "one", self.folder, 1, **config, **patterns),

@@ -415,6 +415,13 @@ def test_a_feature_that_would_change_the_output_is_refused_by_name(read, field, 
         ("qwen3_next", "hidden_act", "gelu_pytorch_tanh", "silu"),
         ("nemotron_h", "mamba_hidden_act", "gelu", "silu"),
         ("lfm2_moe", "use_expert_bias", False, "True"),
+        ("longcat_flash", "router_bias", True, "False"),
+        ("longcat_flash", "zero_expert_type", "copy", "identity"),
+        ("longcat_flash", "zero_expert_num", 0, "at least 1"),
+        ("mimo_v2_flash", "add_full_attention_sink_bias", True, "False"),
+        ("mimo_v2_flash", "swa_v_head_dim", 16, "12"),
+        ("mimo_v2_flash", "v_head_dim", 17, r"at most head_dim \(16\)"),
+        ("mimo_v2_flash", "num_key_value_heads", 4, "a divisor of half of the 4 attention heads"),
         ("deepseek_v3", "attention_bias", True, "None or False"),
     ],
 )
@@ -488,6 +495,63 @@ def test_the_language_model_of_qwen_3_5_is_read_as_published(read):
     (kept, *_), rows = state_specs(cfg.recurrent, "bfloat16"), CHUNK
     assert kept.kept_bytes == 4 * 32 * 128 * 128 + 2 * 16 * 8192, "2 MiB, and the inputs of the convolution"
     assert kept.row_bytes == 4 * rows * (16 * 128 + 32 * 128 + 32)
+
+
+def test_the_language_model_of_qwen_3_8_is_read_as_one_of_qwen_3_5(read):
+    """27B, in which each key head of linear attention has three value heads."""
+    text = {
+        "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 5120, "intermediate_size": 17_408,
+        "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256,
+        "hidden_act": "silu", "max_position_embeddings": 262_144, "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    }  # fmt: skip
+    cfg = read({"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text})
+    assert cfg.architecture == "Qwen3_5ForCausalLM"
+    assert cfg.recurrent is not None and len(cfg.recurrent.layers) == 48
+    assert cfg.kv_bytes_per_token(2) == 64 << 10
+    assert state_specs(cfg.recurrent, "bfloat16")[0].kept_bytes == 4 * 48 * 128 * 128 + 2 * 16 * 10_240
+
+
+def test_mimo_v2_flash_is_read_as_published(read):
+    """With the names that its authors give to fields."""
+    cfg = read({
+        "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "vocab_size": 152_576,
+        "hidden_size": 4096, "intermediate_size": 16_384, "moe_intermediate_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128,
+        "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128,
+        "hybrid_layer_pattern": ([0] + [1] * 5) * 8, "moe_layer_freq": [0] + [1] * 47, "sliding_window_size": 128,
+        "rope_theta": 5e6, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334, "attention_value_scale": 0.707,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False, "attention_bias": False,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": None, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_act": "silu",
+        "layernorm_epsilon": 1e-5, "max_position_embeddings": 262_144, "tie_word_embeddings": False,
+    })  # fmt: skip
+    assert cfg.window[:7] == (None, 129, 129, 129, 129, 129, None)
+    assert [(group.spec.num_kv_heads, len(group.layers)) for group in cfg.kv_groups] == [(4, 8), (8, 40)]
+    assert cfg.rope[0] == RopeConfig(theta=5e6, partial_rotary_factor=0.334)
+    assert cfg.rope[1] == RopeConfig(theta=1e4, partial_rotary_factor=0.334)
+    assert cfg.moe is not None and cfg.moe.layers == frozenset(range(1, 48))
+    assert (cfg.moe.scoring, cfg.moe.routed_scaling_factor, cfg.rms_norm_eps) == ("sigmoid", 1.0, 1e-5)
+    assert (cfg.values.dim, cfg.values.scale) == (128, 0.707)
+
+
+def test_longcat_flash_is_read_as_published(read):
+    cfg = read({
+        "architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash", "vocab_size": 131_072,
+        "hidden_size": 6144, "ffn_hidden_size": 12_288, "expert_ffn_hidden_size": 2048, "num_layers": 28,
+        "num_attention_heads": 64, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
+        "n_routed_experts": 512, "zero_expert_num": 256, "zero_expert_type": "identity", "moe_topk": 12,
+        "routed_scaling_factor": 6.0, "router_bias": False, "rope_theta": 1e7, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072, "attention_bias": False, "attention_method": "MLA",
+    })  # fmt: skip
+    assert cfg.num_layers == 56, "one for each attention"
+    assert cfg.kv_bytes_per_token(2) == 56 * 576 * 2
+    assert cfg.moe is not None and cfg.moe.layers == frozenset(range(0, 56, 2))
+    assert (cfg.moe.num_experts, cfg.moe.zero_experts, cfg.moe.experts_per_token) == (512, 256, 12)
+    assert (cfg.intermediate_size, cfg.moe.intermediate_size) == (12_288, 2048)
 
 
 def test_deepseek_v3_is_read_as_published(read):

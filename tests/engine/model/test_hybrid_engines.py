@@ -22,7 +22,7 @@ IN_EVERY_RUN = ("qwen3_5", "nemotron_h")
 FAMILIES = with_slow(HYBRIDS, set(HYBRIDS) - set(IN_EVERY_RUN))
 LIKE_THEM = (
     *(family for family in HYBRIDS if family not in IN_EVERY_RUN), "gemma3", "gemma3n", "gemma4", "gpt_oss",
-    "deepseek_v2", "deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa",
+    "mimo_v2_flash", "deepseek_v2", "deepseek_v3", "longcat_flash", "minicpm3", "deepseek_v32", "glm_moe_dsa",
 )  # fmt: skip
 
 

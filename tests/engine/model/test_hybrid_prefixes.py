@@ -18,7 +18,7 @@ KINDS = (
 )
 LIKE_THEM = (
     *("qwen3_next", "bamba", "falcon_h1", "granite4_moe"),
-    *("gemma4", "gpt_oss", "deepseek_v2", "minicpm3", "glm_moe_dsa"),
+    *("gemma4", "gpt_oss", "mimo_v2_flash", "deepseek_v2", "longcat_flash", "minicpm3", "glm_moe_dsa"),
 )
 EVERY_KIND = pairwise([KINDS[0], *slow(KINDS[1:])], ["bfloat16", *slow(["float32"])])
 ALL = [*EVERY_KIND, *in_turns(slow(LIKE_THEM), ["bfloat16", "float32"])]

@@ -94,10 +94,12 @@ SLOW = (
     "qwen2",
     "gemma4",
     "glm4_moe",
+    "mimo_v2_flash",
     "gpt_oss",
     "deepseek_v2",
     "glm4_moe_lite",
     "glm_moe_dsa",
+    "longcat_flash",
     "minicpm3",
 )
 """Others have the same attention; the logits of all are compared in models/test_parity.py."""

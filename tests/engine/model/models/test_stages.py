@@ -19,7 +19,7 @@ from engine.options.handoff import HandoffConfig
 from tests.batches import ByHand, load_by_hand
 from tests.models import FAMILIES, HYBRIDS, make_model, with_slow
 
-REFUSED = {"gemma3n", "gemma4", "gemma4_moe", "gemma4_unified", "deepseek_v32", "glm_moe_dsa"}
+REFUSED = {"gemma3n", "gemma4", "gemma4_moe", "gemma4_unified", "deepseek_v32", "glm_moe_dsa", "longcat_flash"}
 
 
 class Part(nn.Module):

@@ -63,7 +63,8 @@ OWN_SHAPE = {
     "qwen3_moe": {"moe_intermediate_size": 32},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "deepseek_v2": {"kv_lora_rank": 32, "v_head_dim": 16},
-    **dict.fromkeys(("deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa"), LATENT),
+    "mimo_v2_flash": {"v_head_dim": 8},
+    **dict.fromkeys(("deepseek_v3", "minicpm3", "deepseek_v32", "glm_moe_dsa", "longcat_flash"), LATENT),
 }
 # Phi 3's blocks would span q and k here; gpt-oss is quantized in its own way: test_mxfp4.py; Gemma 4's experts lie in
 # one tensor, which these formats do not know
