@@ -4,7 +4,7 @@ transformers computes with them. Ratios of sizes are those of published models."
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ class Kind:
     normalize: bool = True
     dense: tuple[int, ...] = ()
     """Outputs of the dense layers behind the pooling."""
-    overrides: dict[str, Any] = field(default_factory=dict)
+    in_text_config: bool = False
+    """Whether the fields are those of the text part of a multimodal model, which here has no other."""
 
 
 EMBEDDINGS = {
@@ -85,6 +86,9 @@ EMBEDDINGS = {
     "e5_mistral": Kind("MistralModel", "MistralConfig", {**COMMON, "sliding_window": 8}, "bpe", "mean"),
     "embedding_gemma_2": Kind(
         "EmbeddingGemma2TextModel", "EmbeddingGemma2TextConfig", EMBEDDING_GEMMA_2, "bpe", "mean"
+    ),
+    "embedding_gemma_2_whole": Kind(
+        "EmbeddingGemma2Model", "EmbeddingGemma2Config", EMBEDDING_GEMMA_2, "bpe", "mean", in_text_config=True
     ),
     "embedding_gemma": Kind("Gemma3TextModel", "Gemma3TextConfig", EMBEDDING_GEMMA, "bpe", "mean", dense=(96, 48)),
 }
@@ -127,9 +131,10 @@ def make(folder: Path, kind: Kind) -> Path:
     """Write a model of this kind into `folder` and return it."""
     tokenizer = TOKENIZERS[kind.tokenizer]()
     tokenizer.save_pretrained(folder)
-    config = getattr(transformers, kind.config)(**{**kind.fields, "vocab_size": len(tokenizer)})
+    fields = {**kind.fields, "vocab_size": len(tokenizer)}
+    config = getattr(transformers, kind.config)(**({"text_config": fields} if kind.in_text_config else fields))
     model = getattr(transformers, kind.model)(config).eval()
-    randomise(model, tied=bool(config.tie_word_embeddings), seed=0)
+    randomise(model, tied=bool(getattr(config, "tie_word_embeddings", True)), seed=0)
     model.save_pretrained(folder)
     if kind.pooling is not None:
         write_modules(folder, kind)

@@ -38,7 +38,7 @@ CLASSES = [  # heading, file, class
     ("handoff of a model", "engine/options/handoff.py", "HandoffConfig"),
     ("SamplingParams", "engine/wire/sampling_params.py", "SamplingParams"),
 ]
-METHODS = ("__init__", "generate", "chat", "embed", "score", "close")
+METHODS = ("__init__", "generate", "chat", "embed", "classify", "encode", "score", "close")
 
 
 def reference() -> str:

@@ -9,15 +9,17 @@ from engine.model.families.wide_family import WideFamily
 GELU = ("gelu",)
 # The base models of encoders; each also exists with a head for pretraining, and with a score head.
 BERT_FIELDS = {"hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
-BERT = WideFamily("bert.BertModel", (), {**BERT_FIELDS, "first_position": 0}, encoder=True, activations=GELU)
-ROBERTA = WideFamily("bert.RobertaModel", (), {**BERT_FIELDS, "pad_token_id": 1}, encoder=True, activations=GELU)
+BERT = WideFamily("encoders.bert.BertModel", (), {**BERT_FIELDS, "first_position": 0}, encoder=True, activations=GELU)
+ROBERTA = WideFamily(
+    "encoders.bert.RobertaModel", (), {**BERT_FIELDS, "pad_token_id": 1}, encoder=True, activations=GELU
+)
 ENCODERS: dict[str, Family] = {
     "BertModel": BERT,
     "RobertaModel": ROBERTA,
     "XLMRobertaModel": ROBERTA,
     # EmbeddingGemma 2, text: Gemma 4 in both directions, with layer embeddings that are projected
-    "EmbeddingGemma2Model": WideFamily(
-        "embedding_gemma2.EmbeddingGemma2Model",
+    "EmbeddingGemma2TextModel": WideFamily(
+        "encoders.embedding_gemma2.EmbeddingGemma2Model",
         GEMMA_KEYS,
         GEMMA4 | {
             "use_bidirectional_attention": True, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -30,7 +32,7 @@ ENCODERS: dict[str, Family] = {
         },
     ),
     "ModernBertModel": WideFamily(
-        "modernbert.ModernBertModel",
+        "encoders.modernbert.ModernBertModel",
         ("attention_bias", "mlp_bias", "hidden_activation", "layer_types"),
         {
             "hidden_activation": "gelu", "max_position_embeddings": 8192, "local_attention": 128, "norm_eps": 1e-5,

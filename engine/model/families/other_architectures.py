@@ -40,7 +40,7 @@ def family_of(architecture: str) -> Family:
         return MULTIMODAL[architecture]
     suffix = next(filter(architecture.endswith, HEADS), "")
     base, head = architecture.removesuffix(suffix), HEADS.get(suffix, "lm")
-    family = ENCODERS.get(f"{base}Model")
+    family = ENCODERS.get(f"{base}Model", ENCODERS.get(architecture))
     if family is None:
         if head == "lm":
             return TRANSFORMERS_FAMILY

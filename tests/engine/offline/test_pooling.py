@@ -21,7 +21,7 @@ from engine.errors import (
     UnsupportedTask,
 )
 from engine.model.config import ModelConfig
-from engine.model.models.bert import BertModel
+from engine.model.models.encoders.bert import BertModel
 from engine.pooling.score_prompt import AFTER, score_prompt
 from engine.pooling.text_encoder import TextEncoder
 from tests.models import make_model

@@ -11,7 +11,7 @@ from engine.model.layers.embedding import VocabEmbedding
 from engine.model.layers.encoder_attention import EncoderAttention
 from engine.model.layers.layer_norm import LayerNorm
 from engine.model.layers.linear import ReplicatedLinear
-from engine.model.models.bert import Encoder
+from engine.model.models.encoders.bert import Encoder
 from engine.model.ops.linear import linear_gelu
 from engine.model.shard import ShardPlan
 

@@ -1,0 +1,1 @@
+"""Models whose tokens see each other in both directions."""
