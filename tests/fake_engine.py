@@ -250,7 +250,7 @@ def pooled(request: GenerateRequest) -> bytes:
     prompt = request.prompt
     params = request.record(PoolingParams)
     assert params is not None
-    if params.task == "score":
+    if params.asked == "score":
         return np.array([len(prompt)], "<f4").tobytes()
     vector = np.array([prompt[0], prompt[-1], len(prompt), sum(prompt)], "<f4")[: params.dimensions]
     return vector.tobytes() * (len(prompt) if params.of_tokens else 1)

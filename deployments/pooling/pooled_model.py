@@ -108,27 +108,20 @@ class PooledModel:
         self, task: PoolingTask, body: TextsBody, context: RequestContext
     ) -> tuple[list[np.ndarray], PoolingUsage]:
         """Return the numbers of each text: [size], or [tokens, size] for a task of tokens."""
-        params, inputs = msgspec.structs.replace(body.pooling_params(), task=task), body.inputs()
+        params, inputs = body.pooling_params().asking(task), body.inputs()
         self._check(task, params, body, context)
         encode = partial(
             self._prompts.of_texts, prompt_name=body.prompt_name, add_special_tokens=body.add_special_tokens
         )
         prompts = await self._tokenize(inputs, params, encode, "input" if len(inputs) == 1 else "input[{}]")
+        size = 0
         if params.of_tokens:
-            self._check_numbers(params, sum(len(prompt.tokens) for prompt in prompts))
+            tasks = self._info.supported_tasks
+            size = len(tasks.labels) if task == "token_classify" else params.dimensions or tasks.embedding_size
+            _check_numbers(sum(len(prompt.tokens) for prompt in prompts), size)
         pooled, usage = await self._pool(prompts, body, context)
         vectors = [_floats(each) for each in pooled]
-        if params.of_tokens:
-            vectors = [each.reshape(len(own.tokens), -1) for each, own in zip(vectors, prompts, strict=True)]
-        return vectors, usage
-
-    def _check_numbers(self, params: PoolingParams, tokens: int) -> None:
-        """Raise RequestError if the answer to a task of tokens would be too large."""
-        tasks = self._info.supported_tasks
-        size = len(tasks.labels) if params.task == "token_classify" else params.dimensions or tasks.embedding_size
-        if tokens * size > MAX_NUMBERS:
-            limit = f"at most {MAX_NUMBERS // size} tokens together, because each has {size} numbers in the answer"
-            raise RequestError(f"input must have {limit}, got {tokens}", "input")
+        return [each.reshape(-1, size) if size else each for each in vectors], usage
 
     async def _scores(
         self,
@@ -209,6 +202,13 @@ class PooledModel:
         self._model.check_prompts(sum(len(prompt.tokens) for prompt in prompts))
         pooled = await pooling.run(prompts)
         return pooled, PoolingUsage.of(pooling.usage, with_cost=body.reports_cost)
+
+
+def _check_numbers(tokens: int, size: int) -> None:
+    """Raise RequestError if an answer with `size` numbers for each token would be too large."""
+    if tokens * size > MAX_NUMBERS:
+        limit = f"at most {MAX_NUMBERS // size} tokens together, because each has {size} numbers in the answer"
+        raise RequestError(f"input must have {limit}, got {tokens}", "input")
 
 
 def _encoded(vectors: Sequence[np.ndarray], encoding_format: str) -> list[Any]:

@@ -51,7 +51,7 @@ class EmbeddingList(PooledList[EmbeddingObject]):
 
 class VectorObject(msgspec.Struct):
     index: int
-    data: list[list[float]] | list[float] | str
+    data: list[float | list[float]] | str
     """Numbers of a text, or for a task of tokens those of each token; or all their bytes in base64."""
     object: str = "pooling"
 

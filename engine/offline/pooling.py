@@ -60,7 +60,7 @@ class OfflinePooling:
         """Return the numbers of each prompt. Raises RequestError or EngineError. task: any but `score`."""
         if any(prompt.images for prompt in prompts):
             raise RequestError("prompts: multi_modal_data is not supported: models pool only texts", "prompts")
-        params = msgspec.structs.replace(params, task=task)
+        params = params.asking(task)
         jobs = self._prompts().of_texts([prompt.content for prompt in prompts], params, prompt_name)
         salts = [prompt.cache_salt for prompt in prompts]
         return [
@@ -95,7 +95,7 @@ class OfflinePooling:
         else:
             self._tasks.check("embed" if "embed" in self._tasks else "score")
             refuse_instruction(instruction)
-            params = msgspec.structs.replace(params, task="embed", use_activation=True)
+            params = msgspec.structs.replace(params.asking("embed"), use_activation=True)
             prompts = self._prompts()
             jobs = [*prompts.of_queries(queries, params), *prompts.of_documents(documents, params)]
             both, count = self._pool(jobs, use_tqdm, lora_request), len(queries)

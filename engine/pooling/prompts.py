@@ -80,7 +80,7 @@ class PoolingPrompts:
         kept, generates = self._kept(params), "generate" in self._supported
         if generates or self._has_template:
             ids = self._yes_and_no() if generates else []
-            params = msgspec.structs.replace(params, task="score", score_token_ids=ids)
+            params = msgspec.structs.replace(params.asking("score"), score_token_ids=ids)
             return [PoolingPrompt(self._reranker_prompt(*pair, instruction, kept), params) for pair in pairs]
         refuse_instruction(instruction)
         documents = self._encoder.encode_parts([document for _, document in pairs], kept)
@@ -88,7 +88,7 @@ class PoolingPrompts:
         for (query, _), document in zip(pairs, documents, strict=True):
             token_ids, second = self._encoder.join_pair(self._query_tokens(query, kept), document, kept)
             prompts.append(
-                PoolingPrompt(token_ids, msgspec.structs.replace(params, task="score", token_types_from=second))
+                PoolingPrompt(token_ids, msgspec.structs.replace(params.asking("score"), token_types_from=second))
             )
         return prompts
 

@@ -11,7 +11,7 @@ def check_task(message: GenerateRequest, supported: SupportedTasks, vocab_size: 
     """Raise RequestError unless a model supports the kind of request. vocab_size: of a model that scores by the
     probabilities of two tokens; None for others."""
     pooling = message.record(PoolingParams)
-    task = "generate" if pooling is None else pooling.task
+    task = "generate" if pooling is None else pooling.asked
     supported.check(task, None if pooling is None else pooling.dimensions)
     if pooling is not None and task == "score" and vocab_size is not None:
         ids = pooling.score_token_ids

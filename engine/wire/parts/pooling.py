@@ -10,7 +10,8 @@ from engine.errors import InvalidParameter, UnsupportedTask
 from engine.wire.part_record import PartRecord
 from engine.wire.sampling_params import check
 
-PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
+WiderTask = Literal["token_embed", "classify", "token_classify"]
+PoolingTask = Literal["embed", WiderTask, "score"]
 Task = Literal["generate", PoolingTask]
 OF_TOKENS: tuple[Task, ...] = ("token_embed", "token_classify")
 """Tasks that return a vector for each token of a prompt."""
@@ -23,9 +24,8 @@ class PoolingParams(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     part: ClassVar[str] = "pooling"
 
-    task: PoolingTask = "embed"
-    """`embed` returns a vector for a text; `classify` a number for each class; `score` a number for a query and a
-    document. `token_embed` and `token_classify` return a vector, or numbers for the classes, for each token."""
+    task: Literal["embed", "score"] = "embed"
+    """`embed` returns a vector for a text; `score` returns a number for a query and a document."""
     dimensions: int | None = None
     """Size to cut the embedding to, for models that allow it (arXiv:2205.13147); None keeps it whole."""
     use_activation: bool | None = None
@@ -39,19 +39,34 @@ class PoolingParams(PartRecord, frozen=True, kw_only=True, omit_defaults=True):
     score_token_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens by which a generative reranker answers yes and no; filled in by the process that has the tokenizer."""
 
+    wider_task: WiderTask | None = None
+    """Replaces `task`, whose values are those of the last version: `classify` returns a number for each class;
+    `token_embed` and `token_classify` return a vector, or numbers for the classes, for each token."""
+
     def __post_init__(self) -> None:
         check(self.dimensions is None or self.dimensions >= 1, "dimensions", self.dimensions, "at least 1")
         kept = self.truncate_prompt_tokens
         check(kept is None or kept == -1 or kept >= 1, "truncate_prompt_tokens", kept, "-1, or at least 1")
         check(len(self.score_token_ids) in (0, 2), "score_token_ids", self.score_token_ids, "two token ids, or none")
 
+    def asking(self, task: PoolingTask) -> PoolingParams:
+        """Return the same for another task."""
+        if task == "embed" or task == "score":
+            return msgspec.structs.replace(self, task=task, wider_task=None)
+        return msgspec.structs.replace(self, task="embed", wider_task=task)
+
+    @property
+    def asked(self) -> PoolingTask:
+        """The task."""
+        return self.wider_task or self.task
+
     @property
     def of_tokens(self) -> bool:
         """Whether each token of the prompt has a vector in the answer."""
-        return self.task in OF_TOKENS
+        return self.asked in OF_TOKENS
 
     def without_text(self) -> PoolingParams:
-        return PoolingParams(task=self.task)
+        return PoolingParams(task=self.task, wider_task=self.wider_task)
 
 
 class SupportedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

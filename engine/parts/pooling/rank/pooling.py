@@ -125,7 +125,7 @@ class Pooler(RankPart):
         for row in rows:
             vectors = self._pool(hidden[row.first_row : row.first_row + row.count], row)
             if row.is_last:
-                some, pooled = ended.setdefault(row.params.task, ([], []))
+                some, pooled = ended.setdefault(row.params.asked, ([], []))
                 some.append(row)
                 pooled.append(vectors)
             else:
@@ -146,7 +146,7 @@ class Pooler(RankPart):
         carried = self._carried.pop(row.slot, None) if row.start else None
         if row.params.of_tokens:
             return own if carried is None else torch.cat((carried, own))
-        kind = "last" if row.params.task == "score" and self._config.head == "lm" else self._pooling.type
+        kind = "last" if row.params.asked == "score" and self._config.head == "lm" else self._pooling.type
         if kind == "last":
             return own[-1:]
         if kind == "cls":
@@ -171,7 +171,7 @@ class Pooler(RankPart):
 
     def _result(self, params: PoolingParams, vectors: np.ndarray) -> bytes:
         """Return the bytes of a sequence's answer; empty if a number is not finite. vectors: [1 or tokens, size]"""
-        if params.task in EMBEDS:
+        if params.asked in EMBEDS:
             vectors = vectors[:, : params.dimensions]
             if self._pooling.normalize if params.use_activation is None else params.use_activation:
                 vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), SMALLEST_NORM)

@@ -18,7 +18,7 @@ from engine.model.shard import ShardPlan
 from engine.model.transformers_backend.attention import Mask
 from engine.model.transformers_backend.layers import MergedPart, Norm, OurExperts, RowLinear
 from engine.model.transformers_backend.model import find_calls
-from tests.models import COMMON
+from tests.models import COMMON, make_model
 from tests.transformers_models import make_transformers_model
 
 
@@ -31,7 +31,6 @@ def config_of(tmp_path, config) -> ModelConfig:
     ("config", "reason"),
     [
         (transformers.DiffLlamaConfig, "a layer attends twice"),
-        (transformers.MiMoV2FlashConfig, "its values are smaller than its keys"),
         (transformers.FalconConfig, "has no exchangeable attention for it"),
         (transformers.MambaConfig, "some or all of its layers keep a recurrent state"),
         (transformers.JambaConfig, "some or all of its layers keep a recurrent state"),
@@ -39,7 +38,6 @@ def config_of(tmp_path, config) -> ModelConfig:
     ],
     ids=[
         "two attentions",
-        "unequal heads",
         "no interface",
         "no attention",
         "recurrent layers",
@@ -57,6 +55,13 @@ def test_a_model_that_needs_more_of_attention_is_refused_before_it_is_loaded(tmp
     made.architectures = [names.get(config.__name__, config.__name__.replace("Config", "ForCausalLM"))]
     with pytest.raises(UnsupportedArchitecture, match=reason):
         find_calls(config_of(tmp_path, made), ShardPlan())
+
+
+def test_values_of_another_size_than_keys_are_refused_before_a_model_is_loaded(tmp_path):
+    with without_native_code("MiMoV2FlashForCausalLM"):
+        cfg = ModelConfig.from_folder(make_model(tmp_path, "mimo_v2_flash"))
+        with pytest.raises(UnsupportedArchitecture, match="its keys and values differ in size"):
+            find_calls(cfg, ShardPlan())
 
 
 def test_an_unknown_keyword_of_attention_is_an_error_at_start(tmp_path, monkeypatch):

@@ -64,6 +64,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "granite4": HYBRID,
     "granite4_moe": {**HYBRID, "num_local_experts": 3},
     "qwen3_5": FOUR_LAYERS,
+    "qwen3_8": FOUR_LAYERS,
     "qwen3_5_moe": {**FOUR_LAYERS, "num_experts": 3},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_experts": 3},
