@@ -25,6 +25,7 @@ class MiMoQKVLinear(ColumnParallelLinear):
     [tokens, kv_heads, head_dim], v [tokens, kv_heads, value_dim]."""
 
     def __init__(self, cfg: ModelConfig, tp: ShardPlan, prefix: str):
+        self.heads, self.head_dim = cfg.num_heads // tp.size, cfg.head_dim
         heads = cfg.kv_heads_per_rank(tp.size)
         first = tp.rank * cfg.num_kv_heads // tp.size
 
