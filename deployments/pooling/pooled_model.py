@@ -72,8 +72,8 @@ class PooledModel:
 
     async def pool(self, body: VectorBody, context: RequestContext) -> VectorList:
         """Return the numbers of texts, or of their tokens. Raises the same errors as `embed`."""
-        task = body.task or next((task for task in TASKS if task in self._info.supported_tasks), "embed")
-        vectors, usage = await self._numbers(task, body, context)
+        usual = next((one for one in TASKS if one in self._info.supported_tasks), TASKS[0])
+        vectors, usage = await self._numbers(body.task or usual, body, context)
         numbers = await asyncio.to_thread(_encoded, vectors, body.encoding_format)
         data = [VectorObject(i, each) for i, each in enumerate(numbers)]
         return VectorList(context.response_id, context.created, self._info.name, data, usage)
@@ -214,7 +214,7 @@ def _check_numbers(tokens: int, size: int) -> None:
 def _encoded(vectors: Sequence[np.ndarray], encoding_format: str) -> list[Any]:
     """Encode vectors as JSON, one at a time so that the event loop can run in between. Meant for a worker thread."""
     if encoding_format == "base64":
-        return [base64.b64encode(vector).decode() for vector in vectors]
+        return [base64.b64encode(vector.tobytes()).decode() for vector in vectors]
     return [msgspec.Raw(msgspec.json.encode(vector.tolist())) for vector in vectors]
 
 

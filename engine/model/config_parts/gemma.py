@@ -75,9 +75,9 @@ def gemma_names(raw: Fields) -> Fields:
         own |= {"num_experts_per_tok": raw.get("top_k_experts")}
     if "embedding_dim" in raw:  # EmbeddingGemma 2, whose window is a radius, where others have its diameter
         own |= {"sliding_window": 2 * raw["sliding_window"], "attention_k_eq_v": False}
-        sizes = {"head_dim": raw["global_head_dim"], "num_key_value_heads": raw["num_global_key_value_heads"]}
-        wide = {str(i): sizes for i, kind in enumerate(types) if kind == "full_attention"}
-        own |= {"per_layer_config": raw.get("per_layer_config") or wide}
+        wide = {"head_dim": raw["global_head_dim"], "num_key_value_heads": raw["num_global_key_value_heads"]}
+        each = {str(i): wide for i, kind in enumerate(types) if kind == "full_attention"}
+        own |= {"per_layer_config": raw.get("per_layer_config") or each}
     return raw | own | {"layer_types": types}
 
 
