@@ -114,6 +114,8 @@ def layer_class(target: Target) -> type[MTPLayer]:
     limit = f"a method other than mtp for {cfg.architecture}, which has no layer that predicts further tokens"
     if cfg.latent is not None and cfg.latent.index is not None:
         limit = f"a method other than mtp for {cfg.architecture}, whose attention is sparse"
+    elif "model.mtp." in target.model.unused:  # MiMo V2 Flash, LongCat Flash
+        limit = f"a method other than mtp for {cfg.architecture}, whose layers for it cannot be computed yet"
     elif cfg.num_nextn_predict_layers and isinstance(target.model, Glm4MoeForCausalLM) and cfg.recurrent is None:
         return MTPLayer
     raise ConfigError("speculative_config.method", "mtp", limit)

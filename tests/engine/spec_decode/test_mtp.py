@@ -31,8 +31,12 @@ def test_drafts_are_those_of_transformers_layer(checkpoint):
 
 
 def test_a_model_without_such_a_layer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a method other than mtp for LlamaForCausalLM"):
-        mtp_drafter(load_target(make_model(tmp_path, "llama")))
+    for family, reason in (
+        ("llama", "LlamaForCausalLM, which has no layer that predicts"),
+        ("mimo_v2_flash", "MiMoV2FlashForCausalLM, whose layers for it cannot be computed yet"),
+    ):
+        with pytest.raises(ConfigError, match=f"a method other than mtp for {reason}"):
+            mtp_drafter(load_target(make_model(tmp_path / family, family)))
 
 
 def test_a_checkpoint_without_the_tensors_of_the_layer_is_refused(tmp_path):
