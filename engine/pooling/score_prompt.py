@@ -16,7 +16,9 @@ BEFORE = (
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-ROLES = [re.compile(rf"""(["']){role}\1""") for role in ("query", "document")]
+# `message.role == "query"`, or `selectattr("role", "eq", "query")`
+IS = r"""\brole["'\]]*\s*(==|,\s*["'](eq|equalto|==)["']\s*,)\s*["']"""
+ROLES = [re.compile(rf"""{IS}{role}["']""") for role in ("query", "document")]
 
 
 def names_roles(chat_template: str | None) -> bool:

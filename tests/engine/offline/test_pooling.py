@@ -22,7 +22,7 @@ from engine.errors import (
 )
 from engine.model.config import ModelConfig
 from engine.model.models.encoders.bert import BertModel
-from engine.pooling.score_prompt import AFTER, score_prompt
+from engine.pooling.score_prompt import AFTER, names_roles, score_prompt
 from engine.pooling.text_encoder import TextEncoder
 from tests.models import make_model
 from tests.pooling_models import (
@@ -202,6 +202,23 @@ def test_a_reranker_with_a_score_head_reads_queries_and_documents_by_its_templat
         (output,) = llm.score("what", "a fox", instruction=instruction, use_tqdm=False)
         assert output.prompt_token_ids == ids
         assert output.outputs.score == pytest.approx(reference.logits(ids).sigmoid().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (
+            "{{ (messages | selectattr('role', 'eq', 'query') | first).content }}{% if m['role'] == \"document\" %}",
+            True,
+        ),
+        ("{% for m in messages if m.role == 'query' or m.role == 'document' %}{{ m.content }}{% endfor %}", True),
+        ("{% if m.role == 'query' %}{{ m.content }}{% endif %}", False),
+        ("{{ {'query': 1, 'document': 2} }}", False),
+        (None, False),
+    ],
+)
+def test_a_template_that_tells_queries_from_documents_is_known_by_the_roles(template, expected):
+    assert names_roles(template) == expected
 
 
 def test_the_prompt_of_a_qwen3_reranker_is_that_of_its_card(tmp_path, open_llm):
