@@ -99,20 +99,26 @@ def latent_names(raw: Fields) -> Fields:
         one_of(key, raw.get(key, value), (value,))
     for key in ("mla_scale_q_lora", "mla_scale_kv_lora"):
         one_of(key, raw.get(key, True), (True,))
-    if raw["moe_topk"] > raw["n_routed_experts"]:
-        raise Unsupported("moe_topk", raw["moe_topk"], f"at most n_routed_experts ({raw['n_routed_experts']})")
+    names = {
+        "intermediate_size": "ffn_hidden_size",
+        "moe_intermediate_size": "expert_ffn_hidden_size",
+        "num_experts_per_tok": "moe_topk",
+    }
+    own = {}
+    for name, other in names.items():  # transformers reads both names
+        own[name] = raw[other] if other in raw else raw[name]
+        if raw.get(name, own[name]) != own[name]:
+            raise Unsupported(name, raw[name], f"{own[name]}, as {other}")
+    if own["num_experts_per_tok"] > raw["n_routed_experts"]:
+        limit = f"at most n_routed_experts ({raw['n_routed_experts']})"
+        raise Unsupported("moe_topk", own["num_experts_per_tok"], limit)
     rotated = raw["qk_rope_head_dim"]
     sizes = {"qk_rope_head_dim": rotated, "qk_nope_head_dim + qk_rope_head_dim": raw["qk_nope_head_dim"] + rotated}
     for key, (limit, size) in zip(("head_dim", "qk_head_dim"), sizes.items(), strict=True):
         if raw.get(key) not in (None, size):
             raise Unsupported(key, raw[key], f"{limit} ({size})")
-    return raw | {
-        "num_hidden_layers": 2 * raw["num_layers"],
-        "mlp_layer_types": ["sparse", "dense"] * raw["num_layers"],
-        "intermediate_size": raw["ffn_hidden_size"],
-        "moe_intermediate_size": raw["expert_ffn_hidden_size"],
-        "num_experts_per_tok": raw["moe_topk"],
-    }
+    layers = raw["num_layers"]
+    return raw | own | {"num_hidden_layers": 2 * layers, "mlp_layer_types": ["sparse", "dense"] * layers}
 
 
 def attention_scale(raw: Fields, latent: LatentConfig | None, head_dim: int) -> float:

@@ -53,7 +53,7 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias", "n_routed_experts", "router_bias"),
         LATENT | {
             "num_attention_heads": 64, "num_key_value_heads": None, "hidden_act": "silu", "rope_theta": 1e7,
-            "rms_norm_eps": 1e-5, "zero_expert_num": 256, "routed_scaling_factor": 6.0, "moe_topk": 12,
+            "rms_norm_eps": 1e-5, "zero_expert_num": 256, "routed_scaling_factor": 6.0,
         },
     ),
     "MiniCPM3ForCausalLM": WideFamily(
