@@ -16,6 +16,8 @@ class Used:
     output_tokens: int
     engine_seconds: float
     money: float
+    cached_tokens: int = 0
+    """Tokens of prompts that were cached."""
 
 
 class Bill:

@@ -81,7 +81,7 @@ class LiveGeneration:
         )
         found = (observe(size, self._bill) for observe in context.generation_observers)
         self._observers = [observer for observer in found if observer is not None]
-        self._waiting = overriding(self._observers, GenerationObserver.waiting)
+        self._taking = overriding(self._observers, GenerationObserver.taking)
         self.computed_again = False
         """Whether another ingress will compute all of it again: then nobody pays for what was computed here. Set before
         the generator is closed."""
@@ -117,12 +117,12 @@ class LiveGeneration:
                     with self._inbox() as inbox:
                         await self._start(inbox)
                         while self._num_unfinished:
-                            for waiting in self._waiting:
-                                waiting()
                             deltas = await inbox.take()
                             if deltas[-1] is None:  # a slow client takes these when the rest may have come later
                                 self._lost = [s for s in self._sequences.values() if s.lost is not None]
                             for delta in deltas:
+                                for taking in self._taking:
+                                    await taking(0 if delta is None else len(delta.token_ids))
                                 if (chunk := self._take(delta, inbox)) is not None:
                                     self._admission.charge(queued, len(chunk.token_ids))
                                     yield chunk
@@ -153,7 +153,8 @@ class LiveGeneration:
         usage, cost, started = self.usage, self.usage.cost, self.admitted.is_set()
         if self.computed_again:
             return Used(started and not self.charged_again, usage.prompt_tokens, 0, 0.0, 0.0)
-        return Used(started, usage.prompt_tokens, usage.completion_tokens, cost.compute_s, usage.prices.of(cost))
+        money, cached = usage.prices.of(cost), usage.cached_tokens
+        return Used(started, usage.prompt_tokens, usage.completion_tokens, cost.compute_s, money, cached)
 
     @contextmanager
     def _inbox(self) -> Iterator[Inbox]:

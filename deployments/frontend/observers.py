@@ -61,7 +61,8 @@ class SequenceObserver:
         `ended`."""
 
     def received(self, delta: TokenDelta) -> TokenDelta:
-        """Return the delta to continue with in place of this one, which has passed all checks."""
+        """Return the delta to continue with in place of this one, which has passed all checks. With a `finish_reason`,
+        it ends the sequence, also in its engine."""
         return delta
 
     def delta(self, delta: TokenDelta, num_tokens: int) -> None:
@@ -125,8 +126,9 @@ class GenerationObserver:
         refuses the request."""
         return nullcontext()
 
-    def waiting(self) -> None:
-        """The request is about to wait for more deltas. May raise an error, which ends it."""
+    async def taking(self, num_tokens: int) -> None:
+        """The next delta is taken once this returns. May raise an error, which ends the request. num_tokens: of the
+        delta; several steps, if its client is slow."""
 
 
 ObserveGeneration = Callable[[RequestSize, Bill], GenerationObserver | None]

@@ -257,6 +257,7 @@ class Sequence:
         if self._begins and delta.token_ids:
             self._begin(len(self.retry.output))
         delta = self.retry.add(delta)
+        runs = delta.finish_reason is None
         for received in self._observers.received:
             delta = received(delta)
         chunk = self._text.add(delta)
@@ -271,9 +272,9 @@ class Sequence:
             self._usage.cached_tokens += delta.num_cached_tokens
         if chunk.finish_reason is not None:
             self.finished = True
-            if delta.finish_reason is None:
+            if runs:
                 self._expect_last(delta.request_id)
-                self._channel.abort(delta.request_id, "stop")  # a stop string, which the engine cannot detect
+                self._channel.abort(delta.request_id, "stop")  # a stop string or an observer, of which it knows nothing
             self.end(chunk.finish_reason)
         return chunk
 

@@ -391,7 +391,7 @@ class ChargedRequest(GenerationObserver):
 class BudgetWatch(ChargedRequest):
     """Ends the request when a budget of its key is used up."""
 
-    def waiting(self) -> None:
+    async def taking(self, num_tokens: int) -> None:
         assert self._charge is not None, "it has not been entered"
         self._quota.check_budgets(self._charge, self._bill.used())
 

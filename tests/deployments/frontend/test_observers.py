@@ -142,7 +142,7 @@ class Gate(GenerationObserver):
         finally:
             self.steps.append("out")
 
-    def waiting(self) -> None:
+    async def taking(self, num_tokens: int) -> None:
         if self._ended is not None:
             raise self._ended
 

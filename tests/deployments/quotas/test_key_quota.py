@@ -480,11 +480,11 @@ def test_a_running_request_is_charged_as_it_grows_and_the_rest_at_its_end():
         watch = RequestQuota(key).observer(RequestSize(5, 1, None), bill)
         async with watch.running():
             for spent in (2.0, 4.0, 4.0, 9.0):
-                watch.waiting()
+                await watch.taking(1)
                 assert key.shared.remaining(limit) == pytest.approx(10.0 - spent)
             spent = 12.0
             with pytest.raises(BudgetSpent, match="has used up its max_budget/1d of 10"):
-                watch.waiting()
+                await watch.taking(1)
             spent = 13.0
         await key.sync()
         (used,) = decode(await key._store.get(record_key("small")) or b"").windows.values()
