@@ -46,8 +46,8 @@ class MessageResponse:
 
     message_id: str
     output: ChatOutput
-    max_tokens: int
-    """Limit in the request, which may exceed the context."""
+    max_model_len: int
+    """Maximum number of tokens of the prompt and the answer."""
     _index: int = field(default=-1, init=False)
     """Index of the newest content block, -1 before the first."""
     _block: Content | None = field(default=None, init=False)
@@ -129,8 +129,9 @@ class MessageResponse:
     def _stop(self, chunk: ChatOutputChunk) -> Stop:
         reason: StopReason
         if chunk.finish_reason == "length":
-            cut_off = self.output.usage.completion_tokens >= self.max_tokens
-            reason = "max_tokens" if cut_off else "model_context_window_exceeded"
+            usage = self.output.usage
+            is_full = usage.prompt_tokens + usage.completion_tokens >= self.max_model_len
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif isinstance(chunk.stop_reason, str):
             return Stop("stop_sequence", chunk.stop_reason)
         else:

@@ -38,8 +38,7 @@ class AnthropicRoutes:
         chat = body.for_chat(model.info.max_model_len, self._bodies.kind(ChatBody))
         context = RequestContext.of(request, chat, "msg_")
         output = await model.chat(chat, context)
-        most = min(body.max_tokens, model.info.max_new_tokens or body.max_tokens)
-        message = MessageResponse(context.response_id, output, most)
+        message = MessageResponse(context.response_id, output, model.info.max_model_len)
         response: Response
         if body.stream:
             events = stream(message.events(), event_format(request.scope), context.source.event_ids)

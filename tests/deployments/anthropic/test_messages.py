@@ -174,7 +174,7 @@ async def test_answer_goes_on_where_a_last_turn_of_the_assistant_ends():
     ],
 )
 async def test_message_tells_why_it_ended(fields, reason, sequence):
-    async with fake_api(says("one, wo, three")) as api:
+    async with fake_api(says("one, wo, three" * 100)) as api:
         message = await client_of(api).messages.create(model="fake", messages=HELLO, **fields)
         assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
         assert message.id.startswith("msg_")
