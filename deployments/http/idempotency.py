@@ -20,13 +20,13 @@ from deployments.jobs.event_ids import KNOWN_ID, LAST_EVENT_ID, Position, parse_
 from deployments.jobs.jobs import Jobs
 from deployments.jobs.record import JobRecord, job_id_of
 from deployments.jobs.source import JobSource
-from deployments.routing.session import SESSION_HEADER
+from deployments.routing.session import CLIENT_HEADERS, SESSION_HEADER
 from engine.errors import InvalidParameter
 
 Handler = Callable[[Request], Awaitable[Response]]
 IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY = 255  # as Stripe's
-FIXED_HEADERS = ("x-request-id", SESSION_HEADER, TIMEOUT_HEADER, "content-type")
+FIXED_HEADERS = ("x-request-id", SESSION_HEADER, *CLIENT_HEADERS, TIMEOUT_HEADER, "content-type")
 """Headers that later requests with the same key take from the first one."""
 
 
