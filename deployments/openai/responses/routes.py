@@ -104,17 +104,18 @@ class ResponsesRoutes:
         if begun is not None and begun.response.status not in (*LIVE, "failed"):
             return self._answer_of(owner, begun, RetrieveQuery(stream=body.stream))
         if begun is None:
-            earlier = await self._earlier_items(owner, body.previous_response_id)
+            earlier, session_id = await self._earlier(owner, body.previous_response_id)
             items = await self._store.resolve(owner, body.items)
         else:  # responses that it refers to may be gone
-            earlier, items = begun.earlier, begun.input
+            earlier, items, session_id = begun.earlier, begun.input, begun.session_id
+        context = replace(context, session_id=context.session_id or session_id)
         try:
             chat = body.to_chat([*earlier, *items], len(earlier), self._bodies.kind(ChatBody))
             output = await model.chat(chat, context)
             ignored = body.all_ignored(output.ignored)
             response = new_response(body, output, model, context)
             builder = ResponseBuilder(body, response, output)
-            stored = StoredResponse(response, earlier, with_ids(items, response.id))
+            stored = StoredResponse(response, earlier, with_ids(items, response.id), session_id=context.session_id)
             if context.source.job_id is not None and body.background:
                 stored.job_id = context.source.job_id
                 if begun is None or begun.response.status == "failed":
@@ -132,15 +133,15 @@ class ResponsesRoutes:
             raise body.renamed(error) from None
         return with_warning(ignored, answer)
 
-    async def _earlier_items(self, owner: str, response_id: str | None) -> list[Item]:
-        """Return the conversation that a request continues. Raises RequestError, StoreUnavailable."""
+    async def _earlier(self, owner: str, response_id: str | None) -> tuple[list[Item], str]:
+        """Return the conversation that a request continues, and its session. Raises RequestError, StoreUnavailable."""
         if response_id is None:
-            return []
+            return [], ""
         stored = await self._store.get(owner, response_id)
         if stored.response.status not in ("completed", "incomplete"):
             limit = f"the id of a completed response; the status of this one is {stored.response.status}"
             raise InvalidParameter("previous_response_id", response_id, limit)
-        return stored.conversation
+        return stored.conversation, stored.session_id
 
     async def _full(self, builder: ResponseBuilder, owner: str, stored: StoredResponse) -> Response:
         async with aclosing(self._recorded(builder, owner, stored)) as events:

@@ -27,6 +27,8 @@ class StoredResponse(msgspec.Struct):
     """Id of the job that computes a background response."""
     events: list[bytes] = []
     """Events of a background response that was created as a stream."""
+    session_id: str = ""
+    """Session of its request, and of those that continue it and name no other one."""
 
     @property
     def conversation(self) -> list[Item]:
