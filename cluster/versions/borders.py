@@ -20,6 +20,7 @@ from deployments.openai.batches.records import Record
 from deployments.openai.batches.store import BatchRecord
 from deployments.openai.responses.store import StoredResponse
 from deployments.parts.keys.managed_keys import ManagedKey, StoredTable
+from deployments.parts.sessions.record import SessionTree
 from deployments.parts.tape.choice_record import RecordedChoice, RouterTape
 from deployments.parts.tape.questions import KeptTape, PoolTapes
 from deployments.quotas.record import QuotaRecord
@@ -82,7 +83,9 @@ def kinds_by_border() -> dict[BorderName, list[Any]]:
             IngressStats, IngressOverview, IngressUsage, SequenceTimeline, ClusterKey, ServedAdapter, ScalingChange,
             RouterOptions, PoolSettings,
         ],
-        "store": [JobRecord, QuotaRecord, StoredResponse, StoredTable, ManagedKey, Record[File], BatchRecord],
+        "store": [
+            JobRecord, QuotaRecord, SessionTree, StoredResponse, StoredTable, ManagedKey, Record[File], BatchRecord,
+        ],
         "tapes": [TapeFile, EngineTape, CopyHead, RouterTape, RecordedChoice],
     }  # fmt: skip
 

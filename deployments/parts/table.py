@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # a replica does without what only applications need
     from engine.text.chat_tokenizer import ChatTokenizer
 
 PARTS = (
-    "adapters", "keys", "quotas", "images", "thinking_budget", "prediction", "sdc_check", "holds", "kv_tiers",
-    "kv_fetching", "handoffs", "kv_check", "costs", "stages", "experts", "operators", "tape", "console",
+    "adapters", "keys", "quotas", "sessions", "images", "thinking_budget", "prediction", "sdc_check", "holds",
+    "kv_tiers", "kv_fetching", "handoffs", "kv_check", "costs", "stages", "experts", "operators", "tape", "console",
 )  # fmt: skip
 """Folders of deployments/parts, in the order in which they are asked. Their `part.py` has the ends in applications and
 models as SPEC; the `replica.py` of some makes an end in a replica, the `configured.py` of some reads the configuration,

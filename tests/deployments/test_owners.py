@@ -39,6 +39,7 @@ class Stored:
     of_a_batch: str
     stream: str
     event: str
+    session: str
 
 
 async def send(api: FakeApi, key: str, method: str, path: str, headers: Any = None, **body: Any) -> httpx.Response:
@@ -67,6 +68,8 @@ async def store(api: FakeApi) -> Stored:
     background = (await send(api, "owner", "POST", "/v1/responses", input=SECRET, background=True)).json()
     headers = {"Idempotency-Key": "key"}
     stream = await send(api, "owner", "POST", "/v1/chat/completions", headers, **CHAT, stream=True)
+    named = await send(api, "owner", "POST", "/v1/chat/completions", {"X-Session-Id": "owned"}, **CHAT)
+    assert named.status_code == 200
     event = stream.text.split("\n", 1)[0].removeprefix("id: ")
     return Stored(
         file=batch.input_file_id,
@@ -78,6 +81,7 @@ async def store(api: FakeApi) -> Stored:
         of_a_batch=answer["response"]["body"]["id"],
         stream=event.partition(":")[0],
         event=event,
+        session="owned",
     )
 
 
@@ -99,11 +103,13 @@ BY_PATH = {
     "POST /v1/responses/{name}/cancel": ("response", "background", "of_a_batch"),
     "DELETE /v1/responses/{name}": ("response", "background", "of_a_batch"),
     "GET /v1/streams/{name}": ("stream",),
+    "GET /v1/sessions/{name}": ("session",),
+    "DELETE /v1/sessions/{name}": ("session",),
 }
 # the second has times, and no text; the third ends nothing of another key (test_hold_requests.py); the
 # fourth has decisions, and no text
 NOT_STORED = ("/v1/models/{name}", "/debug/requests/{name}", "/v1/holds/{name}", "/debug/tapes/{name}")
-LISTS = ("/v1/files", "/v1/batches")
+LISTS = ("/v1/files", "/v1/batches", "/v1/sessions")
 # every way in which a request for a response, over HTTP or as a line of a batch, names something stored
 REFERENCES = {
     "previous_response_id": lambda stored, name: {"previous_response_id": getattr(stored, name)},

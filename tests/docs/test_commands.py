@@ -63,7 +63,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"manta tape|manta replay": "tests/cluster/cli/parts/tape/test_tape.py",
     r"manta tune": "tests/cluster/cli/parts/tape/test_tune.py",
     r"curl .*(v1/models|embeddings|rerank)": "tests/serve/test_embeddings.py",
-    r"curl .*(/key/|usage|/metrics|lora_adapter)|grep manta_key": "tests/docs/test_recipes.py",
+    r"curl .*(/key/|usage|/metrics|lora_adapter|[sS]ession)|grep manta_key": "tests/docs/test_recipes.py",
     r"cat /tmp/ray|select|startswith": "tests/docs/test_recipes.py",
     r"curl": SERVER,
     r"claude": "tests/clients/test_command_lines.py",

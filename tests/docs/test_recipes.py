@@ -92,6 +92,15 @@ async def test_a_key_is_made_with_limits_used_and_billed(tmp_path):
             assert "manta_key_cost_total" in counted and 'key="operator"' not in counted
 
 
+async def test_a_session_with_a_budget_shows_what_it_has_used(tmp_path):
+    async with fake_api(says("hello")) as api, listening(api.app) as url:
+        ask, look = calls("docs/sessions.md", "v1/sessions", url)
+        usage = json.loads(await call(ask, tmp_path))["usage"]
+        told = json.loads(await call(look, tmp_path))
+        assert (told["max_tokens"], told["remaining_tokens"]) == (200_000, 200_000 - usage["total_tokens"])
+        assert told["usage"]["turns"] == len(told["turns"]) == 1
+
+
 async def test_an_adapter_is_added_replaced_and_unloaded(tmp_path):
     for number, name in enumerate(("sql", "sql-2")):
         write_adapter(tmp_path / name, seed=number)
