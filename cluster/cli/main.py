@@ -304,26 +304,38 @@ def chat(
 
 @app.command(rich_help_panel=INSPECT)
 def explain(
-    request_id: Annotated[str, typer.Argument(help="An answer's `id`, its X-Request-Id, or an id from a log line.")],
+    request_id: Annotated[
+        str | None, typer.Argument(help="An answer's `id`, its X-Request-Id, or an id from a log line.")
+    ] = None,
+    session: Annotated[
+        str | None, typer.Option(metavar="ID", help="In place of a request: the id of a session, for all its turns.")
+    ] = None,
     url: UrlOption = URL,
     api_key: ApiKeyOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's answer unchanged.")] = False,
 ) -> None:
     """Show what happened to a request: where it waited, which engines computed it, and how it ended.
 
-    Ingresses remember their newest requests (docs/observability.md).
+    Ingresses remember their newest requests (docs/observability.md). With --session, show the turns of a session: how
+    long each waited, how much of its prompt was cached, what it has cost and where it ran (docs/sessions.md).
 
     Example: manta explain chatcmpl-0123456789abcdef0123456789abcdef
+
+    Example: manta explain --session 0123456789abcdef
     """
+    from cluster.cli import explain as of_request
+    from cluster.cli import explain_session as of_session
     from cluster.cli.bench.openai_client import fetch
-    from cluster.cli.explain import show
     from cluster.terminal.printable import PrintableConsole
 
-    body = fetch(url, "/debug/requests", api_key, request_id)
+    if (name := request_id or session) is None or (request_id and session):
+        raise RequestError("explain takes the id of a request, or --session with the id of a session")
+    kind, path = (of_request, "/debug/requests") if session is None else (of_session, "/v1/sessions")
+    body = fetch(url, path, api_key, name)
     if as_json:
         print(body.decode())
     else:
-        show(body, PrintableConsole(highlight=False, markup=False, emoji=False))
+        kind.show(body, PrintableConsole(highlight=False, markup=False, emoji=False))
 
 
 @app.command(rich_help_panel=INSPECT)

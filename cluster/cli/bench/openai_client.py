@@ -259,6 +259,8 @@ def fetch(url: str, path: str, api_key: str | None, name: str = "") -> bytes:
             raise InvalidApiKey(f"{url}: {error_message(body)}")
         case 403:
             raise NotPermitted(f"{url}: {error_message(body)}")
+        case 404 if b"session_not_found" in body:
+            raise RequestError(f"{url}: {error_message(body)}")
         case 404 if name and b"not_found_error" in body:
             raise RequestNotFound(name)
         case 404:

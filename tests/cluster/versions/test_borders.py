@@ -24,7 +24,7 @@ NOT_EXCHANGED = {
     "ChatAnswer", "Compared", "Earlier", "Entry", "Measured", "StreamChunk", "TensorHeader", "UserId", "WellKnown",
 }  # fmt: skip
 """Files and answers of others, and files that a command writes for itself."""
-FOR_COMMANDS = {"ClusterState", "RequestTimeline", "VersionDescription"}
+FOR_COMMANDS = {"ClusterState", "RequestTimeline", "SessionBody", "VersionDescription"}
 """What `manta top` and `manta explain` read from a server, and what `manta check` reads."""
 BASES = {"Command"}
 KIND_AT = {"Decoder": 0, "ask": 1, "ask_one": 1, "Records": 2, "PullSocket": 2}
