@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from deployments.frontend.api_keys import hash_key
@@ -273,7 +274,18 @@ def test_all_of_it_works_with_the_keyboard_alone(stage, page):
     expect(page.locator(".story tbody tr").first).to_contain_text("the request came")
 
 
-@pytest.mark.parametrize("view", ["playground", "cluster", "requests", "costs", "models", "configuration"])
+def test_a_session_is_shown_as_a_line_of_its_turns(stage, page):
+    stage.pool.token_s = 0.0
+    body = {"prompt": "a", "max_tokens": 3, "session_id": MARKUP[:12]}
+    for _ in range(2):
+        httpx.post(f"{stage.url.rstrip('/')}/v1/completions", json=body, timeout=60).raise_for_status()
+    page.goto(f"{stage.url}#sessions")
+    page.get_by_role("link", name=MARKUP[:12]).click()
+    expect(page.locator(".turns i")).to_have_count(2, timeout=SLOW_MS)
+    expect(page.locator(".sessions tbody tr")).to_have_count(2)
+
+
+@pytest.mark.parametrize("view", ["playground", "cluster", "requests", "sessions", "costs", "models", "configuration"])
 def test_nothing_is_wider_than_a_phone(stage, page, view):
     page.set_viewport_size({"width": 360, "height": 740})
     stage.pool.token_s = 0.0

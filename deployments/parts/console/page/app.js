@@ -11,11 +11,13 @@ import { ModelsView } from "./models.js";
 import { PlaygroundView } from "./playground.js";
 import { allReplicas, Rates, sum } from "./rates.js";
 import { RequestsView } from "./requests.js";
+import { SessionsView } from "./sessions.js";
 
 const views = {
   playground: new PlaygroundView(),
   cluster: new ClusterView(),
   requests: new RequestsView(),
+  sessions: new SessionsView(),
   costs: new CostsView(),
   models: new ModelsView(),
   configuration: new ConfigurationView(),
