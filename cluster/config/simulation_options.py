@@ -37,7 +37,13 @@ class SimulationOptions:
         **TRAFFIC,
         min=1,
     )
-    requests: int = option(2000, "Number of requests; with a file, the first requests of the file.", **TRAFFIC, min=1)
+    requests: int | None = option(
+        None,
+        "Number of requests; of a file its first ones, which has to have so many. Default: 2000, or all of a file that "
+        "has fewer.",
+        **TRAFFIC,
+        min=1,
+    )
     rate: float | None = option(None, "Requests per second. Default: 10, or the times in the file.", **TRAFFIC)
     burstiness: float | None = option(
         None,

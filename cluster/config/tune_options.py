@@ -13,4 +13,9 @@ class TuneOptions(SimulationOptions):
     """With a tape, traffic, cluster and engines are those of the tape."""
 
     trace: str = option("", "Traffic, as for `manta simulate`. Default: that of --tape.", **TRAFFIC, show_default=False)
-    requests: int = option(2000, "Number of requests of a simulation: those of the busiest time.", **TRAFFIC, min=1)
+    requests: int | None = option(
+        None,
+        "Number of requests of a simulation: those of the busiest time. Default: 2000, or all that there are.",
+        **TRAFFIC,
+        min=1,
+    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from cluster.lab.recorded.recording import Recording
 from cluster.lab.recorded.what_if import UNKNOWN, Baseline, Figures, simulated_figures
 from cluster.lab.simulator.cluster import simulate
 from cluster.lab.simulator.spec import ClusterSpec, GoodputSlo, find_trace, make_cluster
-from cluster.lab.simulator.trace import Trace, is_file
+from cluster.lab.simulator.trace import Trace
 from cluster.lab.simulator.tuning.search import Trial
 from cluster.lab.simulator.tuning.settings import parse_setting, to_yaml
 from cluster.terminal.tables import figure, make_table, show
@@ -78,20 +77,15 @@ def make_start(options: TuneOptions, tapes: list[Path]) -> Start:
     if not tapes:
         if not options.trace:
             raise InvalidParameter("--tape", None, "given, or --trace")
-        trace = find_trace(whole_file(options))
+        trace = find_trace(options, whole_file=True)
         return Start(make_cluster(options, trace), trace)
     allowed = WITH_TRACE if options.trace else WITH_TAPE
     refuse_idle(given, (" ".join(flag for flag in given if flag not in allowed), True, "with --tape, which tells it"))
     baseline = Baseline(Recording.of_files(tapes), GoodputSlo.of(options))
     if options.trace:
-        return Start(baseline.spec, find_trace(whole_file(options)), baseline, is_other_load=True)
+        return Start(baseline.spec, find_trace(options, whole_file=True), baseline, is_other_load=True)
     trace = baseline.trace if options.rate is None else baseline.trace.at_rate(options.rate)
     return Start(baseline.spec, trace, baseline, is_other_load=options.rate is not None)
-
-
-def whole_file(options: TuneOptions) -> TuneOptions:
-    """Return the options with all requests of a trace's file, of which the busiest are chosen later."""
-    return replace(options, requests=sys.maxsize) if is_file(options.trace) else options
 
 
 def parse_values(text: str) -> list[tuple[str, Any]]:

@@ -31,7 +31,7 @@ from engine.options.handoff import HandoffConfig
 
 NO_LIMIT = 10**9
 GIB = 2**30
-DEFAULT_RATE = 10.0
+DEFAULT_RATE, DEFAULT_REQUESTS = 10.0, 2000
 UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 3.0, 300.0  # defaults of serve_config.yaml
 
 
@@ -130,21 +130,31 @@ class ClusterSpec:
 # -- from options ------------------------------------------------------------------------------------------
 
 
-def find_trace(options: SimulationOptions) -> Trace:
-    """Return the trace. Raises InvalidParameter."""
-    found = _whole_trace(options).scaled(options.scale)
+def find_trace(options: SimulationOptions, *, whole_file: bool = False) -> Trace:
+    """Return the trace. whole_file: all requests of a file, however many are asked for. Raises InvalidParameter."""
+    found = _unscaled_trace(options, whole_file).scaled(options.scale)
     active = options.max_active_conversations
     return found if active is None else found.with_active(active)
 
 
-def _whole_trace(options: SimulationOptions) -> Trace:
+def requests_of(options: SimulationOptions, trace: Trace) -> int:
+    """Return how many requests of a recorded trace are simulated, at most. Raises InvalidParameter if it has fewer
+    than are asked for."""
+    if options.requests is not None and options.requests > len(trace):
+        raise InvalidParameter("--requests", options.requests, f"at most {len(trace)}, the requests of {trace.name}")
+    return options.requests or DEFAULT_REQUESTS
+
+
+def _unscaled_trace(options: SimulationOptions, whole_file: bool) -> Trace:
     if is_file(options.trace):
-        found = Trace.read(Path(options.trace)).first(options.requests)
+        found = Trace.read(Path(options.trace))
+        found = found if whole_file else found.first(requests_of(options, found))
         found = found if options.rate is None else found.at_rate(options.rate)
         return found if options.burstiness is None else found.drawn(options.burstiness, options.seed)
     rate = DEFAULT_RATE if options.rate is None else options.rate
     burstiness = 1.0 if options.burstiness is None else options.burstiness
-    return make_trace(options.trace, options.requests, rate, burstiness=burstiness, seed=options.seed)
+    requests = options.requests or DEFAULT_REQUESTS
+    return make_trace(options.trace, requests, rate, burstiness=burstiness, seed=options.seed)
 
 
 def check_plan(options: SimulationOptions, max_gpus: int) -> None:

@@ -52,6 +52,7 @@ def tune(
     Example: manta tune --trace azure-code --rate 40 --replicas 4 --objective cost
     """
     from cluster.lab.idle_flags import check_tune
+    from cluster.lab.simulator.spec import requests_of
     from cluster.lab.simulator.tuning.search import Tuner, make_grid
     from cluster.lab.tune import Result, make_start, parse_values, show_result, simulated
     from cluster.terminal.progress import progress_bar
@@ -61,7 +62,7 @@ def tune(
     start = make_start(options, tape or [])
     limit = start.spec.gpus if max_gpus is None else max_gpus
     grid = make_grid(start.spec, limit, [pair for text in try_ or [] for pair in parse_values(text)])
-    searched = start.trace.busiest(options.requests)
+    searched = start.trace.busiest(requests_of(options, start.trace))
     with progress_bar() as progress:
         task = progress.add_task("simulating", total=None)
 

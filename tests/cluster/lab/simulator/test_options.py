@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 
 import pytest
@@ -68,12 +69,22 @@ def test_the_blocks_that_a_refusal_asks_for_are_enough():
 
 def test_a_card_that_holds_too_little_kv_is_refused_by_what_would_help(tmp_path):
     trace = tmp_path / "t.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 60000, "output_length": 5}\n')
+    trace.write_text('{"timestamp": 0, "input_length": 60000, "output_length": 5}\n' * 5)
     said = refusal("--trace", str(trace), "--card", "l4")
     assert said.startswith(
         "--tensor-parallel-size must be enough cards for the weights and the KV of the longest request"
     )
     assert "(60005 tokens; " in said and "fit on 1 l4), got 1" in said
+
+
+def test_a_file_has_to_have_the_requests_that_are_asked_for(tmp_path):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 100, "output_length": 5}\n' * 4)
+    assert refusal("--trace", str(trace)) == "--requests must be at most 4, the requests of t, got 5"
+    simulated = CliRunner().invoke(cli.app, ["simulate", "--trace", str(trace), "--json"])
+    assert json.loads(simulated.stdout)["requests"] == 4, "all of a file that has fewer than the default"
+    tuned = CliRunner().invoke(cli.app, ["tune", "--trace", str(trace), "--requests", "5"])
+    assert str(tuned.exception) == refusal("--trace", str(trace))
 
 
 def test_ranks_have_to_share_out_the_heads_of_a_model_folder(tmp_path):
