@@ -27,6 +27,7 @@ Keys = dict[str, Any]
 LLMConfig = dict  # for Python code that creates one; its keys are the arguments
 NAMES = ("build_openai_app", "build_pd_openai_app")  # names of the builders in Ray Serve LLM
 BUILDERS = tuple(f"{module}:{name}" for module in ("manta", f"{__package__}.app") for name in NAMES)
+OUR_PATHS = f"{BUILDER}, or with Ray Serve LLM's arguments {' or '.join(f'manta:{name}' for name in NAMES)}"
 MODEL = (
     "model_loading_config", "llm_engine", "engine_kwargs", "accelerator_type", "accelerator_config",
     "placement_group_config", "deployment_config", "lora_config", "runtime_env", "server_cls", "experimental_configs",
@@ -111,6 +112,8 @@ def _model(given: Any, path: str, variables: dict[str, str] | None) -> dict[str,
         raise ConfigError(f"{path}.llm_engine", config["llm_engine"], "vLLM, or left out: Manta uses its own engine")
     _refuse(config, "server_cls", path, "Manta uses its own engine")
     _refuse(config, "callback_config", path, "engines run no code of users")
+    if "log_engine_metrics" in config:
+        logger.warning("left out: log_engine_metrics of %s (/metrics always has the engines' metrics)", path)
     name, model, keys = _loading(config.get("model_loading_config"), f"{path}.model_loading_config")
     keys |= {f"decode.{key}": value for key, value in _hardware(config, path).items()}
     keys |= {

@@ -12,7 +12,7 @@ import yaml
 
 from cluster import ray_serve_llm
 from cluster.config.app_config import AppConfig
-from cluster.entry_point import BUILDER, BUILDERS, HOST, PORT
+from cluster.entry_point import BUILDERS, HOST, PORT
 from cluster.model_info import model_info
 from engine.devices.host_memory import free_host_memory
 from engine.errors import ConfigError, Described
@@ -126,7 +126,8 @@ def parse(text: str, name: str) -> dict[str, Any]:
         ray_serve_llm.application(given) if isinstance(given, dict) else given for given in found["applications"]
     ]
     if not any(ours(found)):
-        raise ConfigError(name, None, f"given an application whose import_path is {BUILDER}")
+        others = Described(", ".join(str(each.get("import_path")) for each in found["applications"]) or "none")
+        raise ConfigError(name, others, f"given an application whose import_path is {ray_serve_llm.OUR_PATHS}")
     return found
 
 

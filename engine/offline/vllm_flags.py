@@ -399,7 +399,11 @@ def markdown() -> str:
         flags = " ".join(f"`{flag}`" for flag in named).replace("|", "\\|")
         value = "[A,B]" if row.flags.endswith("=*") else "N"
         ours = f"--set {row.note.format(value)}" if row.note.endswith("={}") else row.note
-        what = {"other name": f"`{ours}`", "ignored": row.note, "refused": f"**not supported**: {row.note}"}
+        what = {
+            "other name": f"**same as** `{ours}`",
+            "ignored": f"**ignored**: {row.note}",
+            "refused": f"**not supported**: {row.note}",
+        }
         lines.append(f"| {flags} | {what[row.effect]} |")
     return "\n".join([*lines, *(f"| `{name.rstrip('=')}` | {what} |" for name, what in SPECIAL.items())])
 

@@ -88,10 +88,12 @@ def test_what_is_left_out_is_in_the_log(caplog):
     section(
         deployment_config={"autoscaling_config": scaling, "health_check_period_s": 3},
         engine_kwargs={"enable_chunked_prefill": True},
+        log_engine_metrics=False,
     )
     said = "\n".join(caplog.messages)
     assert "target_ongoing_requests of llm_configs[0].deployment_config.autoscaling_config" in said
     assert "health_check_period_s of llm_configs[0].deployment_config" in said
+    assert "log_engine_metrics of llm_configs[0]" in said
     assert "llm_configs[0].engine_kwargs: ignored: --enable-chunked-prefill (" in said
 
 

@@ -88,7 +88,13 @@ def test_deployment_of_replicas_that_change_roles_has_a_name_of_its_own():
         ("a: [1", "must be YAML, got"),
         ("", "a mapping with a list `applications`"),
         ("applications: 3", "a mapping with a list `applications`"),
-        ("applications: [{import_path: 'other:build'}]", "an application whose import_path is manta:build"),
+        ("applications: [{import_path: 'other:build'}]", "an application whose import_path is manta:build, or"),
+        (
+            "applications: [{import_path: 'ray.serve.llm:build_openai_app', args: {llm_configs: []}}]",
+            "with Ray Serve LLM's arguments manta:build_openai_app or manta:build_pd_openai_app, "
+            "got ray.serve.llm:build_openai_app",
+        ),
+        ("applications: []", "got none"),
         ("applications: [{}]", "applications[0].import_path must be given"),
     ],
 )

@@ -9,7 +9,7 @@ from cluster import ray_serve_llm
 from cluster.cli.lint import kuberay, serve
 from cluster.cli.lint.manifests import Manifest, Service, read
 from cluster.cli.lint.violation import Violation
-from cluster.entry_point import BUILDER, BUILDERS
+from cluster.entry_point import BUILDERS
 from engine.errors import StartupError
 
 Rule = Callable[[Service], Iterator[Violation]]
@@ -35,7 +35,8 @@ def violations(manifests: Sequence[Manifest], rules: Sequence[Rule] = RULES) -> 
 def _violations(service: Service, rules: Sequence[Rule]) -> Iterator[Violation]:
     builders = (*BUILDERS, *ray_serve_llm.BUILDERS)
     if not any(builder in (service.spec.get("serveConfigV2") or "") for builder in builders):
-        message = f"is not a Manta service: no application has the import_path {BUILDER}; nothing else was checked"
+        paths = ray_serve_llm.OUR_PATHS
+        message = f"is not a Manta service: no application has the import_path {paths}; nothing else was checked"
         yield Violation("not-manta", service.name, message)
         return
     try:
