@@ -33,7 +33,7 @@ Parts = Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(PARTS)}.
 
 def main(
     parts: Parts = None,
-    model: Annotated[str, typer.Option(help="A GGUF model that chats.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="A GGUF model that chats; for perplexity, a checkpoint too.")] = "smollm2",
     tokens: Annotated[int, typer.Option(min=2, help="Of the text whose perplexity is measured.")] = 6144,
     texts: Annotated[int, typer.Option(min=2, max=20, help="Of each task for drafts.")] = 12,
     chats: Annotated[int, typer.Option(min=1, max=1000, help="That are compared alone and beside others.")] = 1000,

@@ -13,6 +13,7 @@ import msgspec
 
 from benchmarks.real_model.texts import THING, descriptions, documentation, edits, questions, summaries, user
 from engine.errors import EngineError
+from engine.model.checkpoint.folder import weight_files
 from engine.model.checkpoint.resolve import resolve
 from engine.offline.llm import LLM
 from engine.offline.outputs import RequestOutput
@@ -30,19 +31,27 @@ BATCH, CHUNK, BLOCK_SIZE = 64, 40, 16
 
 
 def perplexities(model: str, tokens: int) -> Iterator[Row]:
-    """How well the model, in each form, knows `tokens` tokens of documentation, in windows."""
-    first = None
+    """How well the model, in each form, knows `tokens` tokens of documentation, in windows.
+
+    model: a GGUF file, whose numbers are those of all forms, or a checkpoint that is not quantized.
+    """
+    first, source = None, resolve(model)
+    is_gguf = "gguf" in weight_files(source)[0].name
     with tempfile.TemporaryDirectory() as folder:
-        write_numbers(resolve(model), Path(folder))
+        if is_gguf:
+            write_numbers(source, Path(folder))
+        numbers = folder if is_gguf else model
         for form, name, options in (
-            ("float32", folder, {"dtype": "float32"}),
-            ("bfloat16", folder, {"dtype": "bfloat16"}),
+            ("float32", numbers, {"dtype": "float32"}),
+            ("bfloat16", numbers, {"dtype": "bfloat16"}),
             ("GGUF, kept packed", model, {}),
-            ("int8", folder, {"quantization": "int8"}),
-            ("int4", folder, {"quantization": "int4"}),
-            ("bfloat16, KV in FP8", folder, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
+            ("int8", numbers, {"quantization": "int8"}),
+            ("int4", numbers, {"quantization": "int4"}),
+            ("bfloat16, KV in FP8", numbers, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}),
             ("GGUF, kept packed, KV in FP8", model, {"kv_cache_dtype": "fp8"}),
         ):
+            if form.startswith("GGUF") and not is_gguf:
+                continue
             with LLM(name, **OPTIONS | {"enable_prefix_caching": False} | options) as llm:
                 found, best = perplexity(llm, tokens)
             first = first or found
