@@ -47,7 +47,7 @@ COMMANDS = {  # how a command begins -> the test that runs it, or why none does
     r"manta serve pocket --lora-modules": "tests/serve/replicas/test_lora.py",
     r"manta (serve pocket --max-replicas|bench serve)": "takes minutes",
     r"manta serve$": "tests/serve/test_installed.py",
-    r"rand|manta serve --host": f"{HERE} makes its configuration",
+    r"rand|manta serve --(host|served-model-name)": f"{HERE} makes its configuration",
     r"manta chat": "waits for a person",
     r"manta serve --speculative-config .*eagle3": "tests/engine/spec_decode/test_eagle3.py",
     r"manta serve --speculative-config": "tests/cluster/vllm/test_command.py",

@@ -26,7 +26,7 @@ from deployments.storage.config import StoreConfig
 from engine.wire.parts.costs import SequenceCost
 from tests.adapter_folders import write_adapter
 from tests.deployments.fake_api import fake_api, says
-from tests.docs.pages import block, run
+from tests.docs.pages import block, page, run
 from tools.site import ROOT
 
 ADMIN = "sk-operator"
@@ -87,7 +87,11 @@ async def test_a_key_is_made_with_limits_used_and_billed(tmp_path):
             answer = json.loads(await call(ask, tmp_path, KEY=made["key"]))
             assert answer["usage"]["cost"] == 6.0 * prices["engine_hour"] / 3600
             told = json.loads(await call(info, tmp_path, KEY=made["key"]))
-            assert set(told["used"]) == {"tpm_limit/1m", "max_budget/1mo"} and told["key_alias"] == "bob"
+            shown = [json.loads(line) for line in block("docs/quotas.md", "json", with_="reset_at").splitlines()]
+            for known, use in zip(told["used"].values(), shown[1]["used"].values(), strict=True):
+                assert list(known) == list(use)
+                known |= {name: use[name] for name in ("used", "reset_at")}  # figures of the moment
+            assert [made | {"key": shown[0]["key"]}, told] == shown
             counted = await call(bill, tmp_path, ADMIN_KEY=ADMIN)
             assert "manta_key_cost_total" in counted and 'key="operator"' not in counted
 
@@ -165,13 +169,18 @@ def test_the_command_for_slow_requests_finds_the_line_of_the_log_that_the_page_s
     slow, fast = ({**sample, "time": moment, "first_token_s": seconds} for seconds in (3.0, 0.1))
     other = {**slow, "message": "request sent"}
     later = {**slow, "time": "2026-11-24T14:05:00.000+00:00"}
-    lines = ["no JSON", *map(json.dumps, (slow, fast, other, later))]
+    of_none = {"message": "ready", "time": moment}
+    lines = ["no JSON", *map(json.dumps, (slow, fast, other, later, of_none))]
     (tmp_path / "worker-1.err").write_text("\n".join(lines))
     assert [json.loads(line) for line in run(command, tmp_path).splitlines()] == [slow]
+    (of_request,) = re.findall(r"`(select\(.request_id[^`]*)`", page("docs/debugging.md").read_text())
+    for name in ("a1", "cmpl-a1"):  # an X-Request-Id, and the `id` of its answer
+        script = f"cat worker-1.err | jq -Rc 'fromjson? | {of_request.replace('ID', name)}'"
+        assert [json.loads(line) for line in run(script, tmp_path).splitlines()] == [slow, fast, other, later]
 
 
 async def test_mantas_own_clients_trust_the_certificate_that_the_page_makes(tmp_path):
-    make, check, _, explain, _ = [
+    make, check, _, explain, *_ = [
         line
         for with_ in ("openssl req", "SSL_CERT_FILE")
         for line in block("docs/security.md", "bash", with_=with_).splitlines()
