@@ -5,7 +5,7 @@ Mooncake (arXiv:2407.00079; kvcache-ai/Mooncake, FAST25-release/README.md) has `
 src/aiperf/dataset/loader/models.py) also has `session_id` and `delay`, in ms after the answer before, and
 `text_input`, `messages` or a `payload` in place of `input_length`. Lines of a session are what is new in each of its
 turns, but for `messages` without `message_mode: delta` and payloads, which are whole prompts (its
-docs/reference/conversation-context-mode.md).
+page conversation-context-mode.md).
 """
 
 from __future__ import annotations

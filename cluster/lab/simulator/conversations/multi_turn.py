@@ -1,9 +1,9 @@
 """Reads AIPerf's multi-turn files: a line of JSON for each conversation, with a `session_id` and `turns`.
 
 The fields are those of `MultiTurn` and `SingleTurn` in ai-dynamo/aiperf, src/aiperf/dataset/loader/models.py; that
-turns are added to the answers before them is in docs/reference/conversation-context-mode.md there. A `delay` counts
-from the answer before, in ms. A `timestamp`, in ms, sets the first turn's time, and counts from that of the turn before
-else. A first turn with the role `system` and nothing but a text begins each prompt, and is no request.
+turns are added to the answers before them is in its page conversation-context-mode.md. A `delay` counts from the answer
+before, in ms. A `timestamp`, in ms, sets the first turn's time, and counts from that of the turn before else. A first
+turn with the role `system` and nothing but a text begins each prompt, and is no request.
 """
 
 from __future__ import annotations

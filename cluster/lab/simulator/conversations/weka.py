@@ -2,7 +2,7 @@
 own, on a line, or in a folder of such files.
 
 The fields are those of `WekaTrace` in ai-dynamo/aiperf, src/aiperf/dataset/loader/weka_trace_models.py, and of
-callanjfox/kv-cache-tester, docs/trace_replay_tester.md: `block_size`, and `requests` of the types `n` and `s` (calls:
+callanjfox/kv-cache-tester, trace_replay_tester.md: `block_size`, and `requests` of the types `n` and `s` (calls:
 `t` in s, `in`, `out`, `hash_ids`, `api_time`, `think_time`) and `subagent` (`t`, and `requests` of its own). Times of a
 subagent's calls count from its own `t` if the first of them is smaller, as in AIPerf. Models and tool sizes are not
 read.
