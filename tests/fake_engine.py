@@ -209,11 +209,11 @@ class FakeEngine:
             self._peers[request.reply_to] = self._connect(request.reply_to)
         if self.cost is not None and (delta.finish_reason is not None or request.record(ReportCost) is not None):
             delta = delta.telling(self.cost)
-        batch = TokenBatch(engine_id="fake", commands_to=self.address, step=self._steps, deltas=[delta])
-        self._peers[request.reply_to].send(msgspec.msgpack.encode(batch))
-        if delta.finish_reason is not None:
+        if delta.finish_reason is not None:  # before anybody can know that it has ended
             self._live.pop(request.request_id, None)
             self._ended.append(request.request_id)
+        batch = TokenBatch(engine_id="fake", commands_to=self.address, step=self._steps, deltas=[delta])
+        self._peers[request.reply_to].send(msgspec.msgpack.encode(batch))
 
     def _send_status(self) -> None:
         stats = engine_stats(
