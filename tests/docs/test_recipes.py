@@ -123,10 +123,31 @@ async def test_an_adapter_is_added_replaced_and_unloaded(tmp_path):
 async def test_openais_client_gets_one_answer_for_a_key(tmp_path):
     async with fake_api(says("hello"), names=("default",)) as api, listening(api.app) as url:
         program = block("docs/idempotency.md", "python", with_="answer.id").replace("http://127.0.0.1:8000", url)
-        (tmp_path / "program.py").write_text(program)
-        first, again = (await call(f"{sys.executable} program.py", tmp_path)).splitlines()
-        assert first == again and first.endswith(" hello")
+        (tmp_path / "program.py").write_text(program.replace("str(uuid.uuid4())", "'one'"))
+        first, again = [await call(f"{sys.executable} program.py", tmp_path) for _ in range(2)]
+        assert first == again and first.strip().endswith(" hello")
         assert len(api.engine.added) == 1
+
+
+async def test_openais_client_asks_again_with_the_same_key_until_somebody_answers(tmp_path):
+    keys = []
+
+    async def answer(request: web.Request) -> web.Response:
+        keys.append(request.headers["Idempotency-Key"])
+        if len(keys) < 3:
+            assert request.transport is not None
+            request.transport.close()
+        choice = {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}
+        body = {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        return web.json_response(body)
+
+    program = block("docs/idempotency.md", "python", with_="answer.id").replace("max_retries=5", "max_retries=0")
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    async with aiohttp_server(app) as port:
+        (tmp_path / "program.py").write_text(program.replace("8000", port).replace("sleep(1)", "sleep(0)"))
+        shown = await call(f"{sys.executable} program.py", tmp_path)
+    assert shown.strip() == "c hello" and len(keys) == 3 and len({*keys}) == 1
 
 
 async def test_openais_client_shows_a_stream_once_that_broke_and_that_ended_with_an_error(tmp_path):
