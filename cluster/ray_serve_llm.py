@@ -225,7 +225,9 @@ def _pool(given: Mapping[str, Any], path: str) -> Keys:
 
 def engine_keys(kwargs: Mapping[str, Any], path: str) -> Keys:
     """Return our keys for arguments of vLLM's engine. Raises StartupError for one that has no counterpart."""
-    given = {key: value for key, value in kwargs.items() if key != "kv_transfer_config"}  # pools find each other
+    given = dict(kwargs)
+    if given.pop("kv_transfer_config", None) is not None:
+        logger.warning("left out: kv_transfer_config of %s (pools of prefill and decode find each other)", path)
     try:
         command = translated(arguments(given))
         keys = keys_of(command.args)

@@ -149,7 +149,7 @@ def test_keys_of_ours_may_stand_beside_the_models():
     assert AppConfig.parse(found).ingress.num_replicas == 4
 
 
-def test_prefill_and_decode_are_pools_of_one_model():
+def test_prefill_and_decode_are_pools_of_one_model(caplog):
     connector = {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}
     scaling = {"autoscaling_config": {"min_replicas": 2, "max_replicas": 2}}
     args = {
@@ -160,6 +160,8 @@ def test_prefill_and_decode_are_pools_of_one_model():
     assert model.prefill is not None and model.prefill.num_replicas == 2
     assert model.engine_config("prefill").max_num_seqs == 2
     assert model.engine_config("decode").handoff is not None
+    for section in args:
+        assert f"left out: kv_transfer_config of {section}.engine_kwargs" in caplog.text
     args["prefill_config"] = {"model_loading_config": {"model_id": "other", "model_source": "pocket"}}
     with pytest.raises(ConfigError, match=r"prefill_config \(name\) must be the same as in decode_config"):
         ray_serve_llm.serving_args(args)
