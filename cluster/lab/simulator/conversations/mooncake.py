@@ -11,18 +11,17 @@ page conversation-context-mode.md).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from cluster.lab.simulator.conversations.dialogue import ID_LIMIT, MAX_TOKENS, Ask, Dialogue, Ids
+from cluster.lab.simulator.conversations.dialogue import ID_LIMIT, MAX_TOKENS, Ask, Ids
 from cluster.lab.simulator.conversations.json_objects import decode
+from cluster.lab.simulator.conversations.recorded import Milliseconds, RecordedDialogues
 from cluster.lab.simulator.conversations.texts import OUTPUT_TOKENS, say_texts
 from engine.errors import InvalidParameter
 
 PIECE = 512  # tokens per hash id
-Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -80,25 +79,21 @@ class MooncakeLine(msgspec.Struct, frozen=True):
 def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
     """Return the requests of all lines. Raises InvalidParameter."""
     asks: list[Ask] = []
-    begun: dict[str, tuple[Dialogue, float]] = {}  # by session: and the newest timestamp, in ms
-    sessions = count()
+    talks = RecordedDialogues(ids)
     for place, data in lines:
         line = decode(MooncakeLine, place, data)
         _check(place, line)
         if line.session_id is None and line.input_length is not None:
             asks.append(Ask((line.timestamp or 0.0) / 1000, line.input_length, line.output_tokens, [*line.hash_ids]))
             continue
-        at, session = line.timestamp or 0.0, line.session_id or place  # a line of none is one by itself
-        talk, before = begun.get(session) or (Dialogue(ids, next(sessions), at / 1000), at)
+        talk = talks.of(line.session_id or place, line.timestamp)  # a line of none is one by itself
         if line.is_whole:
             talk.forget()
         if line.input_length is None:
             say_texts(talk, ids, line.texts)
         else:
             talk.say(_pieces(line.input_length, line.hash_ids, ids))
-        passed = 0.0 if line.timestamp is None else max(0.0, line.timestamp - before)
-        asks.append(talk.ask(line.output_tokens, (passed if line.delay is None else line.delay) / 1000))
-        begun[session] = talk, before if line.timestamp is None else line.timestamp
+        asks.append(talk.ask_at(line.output_tokens, line.timestamp, line.delay))
     if any(ask.pieces for ask in asks):
         for ask in asks:
             if ask.session is None:

@@ -9,18 +9,17 @@ turn with the role `system` and nothing but a text begins each prompt, and is no
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
 from typing import Annotated, Any
 
 import msgspec
 
-from cluster.lab.simulator.conversations.dialogue import MAX_TOKENS, Ask, Dialogue, Ids
+from cluster.lab.simulator.conversations.dialogue import MAX_TOKENS, Ask, Ids
 from cluster.lab.simulator.conversations.json_objects import decode
+from cluster.lab.simulator.conversations.recorded import Milliseconds, RecordedDialogues
 from cluster.lab.simulator.conversations.texts import OUTPUT_TOKENS, say_texts
 from engine.errors import InvalidParameter
 
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class NamedTexts(msgspec.Struct, frozen=True):
@@ -59,22 +58,16 @@ class MultiTurn(msgspec.Struct, frozen=True):
 def read(lines: Iterable[tuple[str, bytes]], ids: Ids) -> list[Ask]:
     """Return the requests of all lines. Lines of one `session_id` are one conversation. Raises InvalidParameter."""
     asks: list[Ask] = []
-    begun: dict[str, tuple[Dialogue, float]] = {}  # by session: and the newest timestamp, in ms
-    sessions = count()
+    talks = RecordedDialogues(ids)
     for place, data in lines:
         line = decode(MultiTurn, place, data)
-        at, session = line.turns[0].timestamp or 0.0, line.session_id or place  # a line of none is one by itself
-        talk, timestamp = begun.get(session) or (Dialogue(ids, next(sessions), at / 1000), at)
+        talk = talks.of(line.session_id or place, line.turns[0].timestamp)  # a line of none is one by itself
         for number, turn in enumerate(line.turns):
             _check(place, number, turn)
             say_texts(talk, ids, [(turn.role, text) for text in turn.all_texts])
             if number == 0 and turn.is_system and not talk.after and len(line.turns) > 1:
                 continue
-            passed = 0.0 if turn.timestamp is None else max(0.0, turn.timestamp - timestamp)
-            timestamp = timestamp if turn.timestamp is None else turn.timestamp
-            think_s = (passed if turn.delay is None else turn.delay) / 1000
-            asks.append(talk.ask(turn.output_length or OUTPUT_TOKENS, think_s))
-        begun[session] = talk, timestamp
+            asks.append(talk.ask_at(turn.output_length or OUTPUT_TOKENS, turn.timestamp, turn.delay))
     return asks
 
 
