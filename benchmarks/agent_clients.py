@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -180,19 +180,7 @@ def midway(trace: Trace, longest: int, seed: int) -> Trace:
         ends[turn.session] = at
     cuts = {session: draw.uniform(begins[session], ends[session]) for session in begins}
     fits = (trace.prompt_tokens + trace.output_tokens <= longest).tolist()
-    kept = [i for i, turn in enumerate(turns) if fits[i] and times[i] >= cuts[turn.session]]
-    places = {index: place for place, index in enumerate(kept)}
-    return replace(
-        trace,
-        arrivals_s=trace.arrivals_s[kept],
-        prompt_tokens=trace.prompt_tokens[kept],
-        output_tokens=trace.output_tokens[kept],
-        hash_ids=trace.hash_ids and [trace.hash_ids[i] for i in kept],
-        turns=[
-            replace(turns[i], after=tuple(places[before] for before in turns[i].after if before in places))
-            for i in kept
-        ],
-    )  # fmt: skip
+    return trace.only([i for i, turn in enumerate(turns) if fits[i] and times[i] >= cuts[turn.session]])
 
 
 async def run_sessions(client: OpenAIClient, load: SessionLoad, sessions: int) -> SessionFigures | None:

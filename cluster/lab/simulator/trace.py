@@ -112,7 +112,7 @@ class Trace:
         return GenerateRequest(request_id=str(index), prompt=self.prompt(index), params=params)
 
     def first(self, requests: int) -> Trace:
-        return self._part(slice(requests))
+        return self.only(range(min(requests, len(self))))
 
     def busiest(self, requests: int) -> Trace:
         """Return the `requests` consecutive requests with the most tokens per second, from second 0 on."""
@@ -121,21 +121,22 @@ class Trace:
         tokens = np.concatenate([[0], np.cumsum(self.prompt_tokens + self.output_tokens)])
         seconds = self.arrivals_s[requests - 1 :] - self.arrivals_s[: len(self) - requests + 1]
         begin = int(np.argmax((tokens[requests:] - tokens[:-requests]) / np.maximum(seconds, 1e-9)))
-        part = self._part(slice(begin, begin + requests))
+        part = self.only(range(begin, begin + requests))
         return replace(part, arrivals_s=part.arrivals_s - part.arrivals_s[0])
 
-    def _part(self, part: slice) -> Trace:
-        begin = part.start or 0
+    def only(self, kept: Sequence[int]) -> Trace:
+        """Return the requests with these indices, which ascend. None waits any more for one that is left out."""
+        places, chosen = {index: place for place, index in enumerate(kept)}, np.asarray(kept, dtype=np.int64)
         turns = self.turns and [
-            replace(turn, after=tuple(index - begin for index in turn.after if index >= begin))
-            for turn in self.turns[part]
+            replace(turn, after=tuple(places[before] for before in turn.after if before in places))
+            for turn in map(self.turns.__getitem__, kept)
         ]
         return replace(
             self,
-            arrivals_s=self.arrivals_s[part],
-            prompt_tokens=self.prompt_tokens[part],
-            output_tokens=self.output_tokens[part],
-            hash_ids=self.hash_ids and self.hash_ids[part],
+            arrivals_s=self.arrivals_s[chosen],
+            prompt_tokens=self.prompt_tokens[chosen],
+            output_tokens=self.output_tokens[chosen],
+            hash_ids=self.hash_ids and [self.hash_ids[index] for index in kept],
             turns=turns,
         )
 
