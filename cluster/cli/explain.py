@@ -6,6 +6,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from cluster.terminal.tables import summary
 from deployments.observability.timeline import RequestTimeline, SequenceTimeline
 from engine.wire.parts.costs import SequenceCost
 
@@ -16,18 +17,13 @@ def show(body: bytes, console: Console) -> None:
 
 
 def show_sequence(timeline: SequenceTimeline, console: Console) -> None:
-    summary = Table.grid(padding=(0, 2))
-    summary.add_column(style="bold")
-    summary.add_column(overflow="fold")
-    for name, text in summary_of(timeline):
-        summary.add_row(name, text)
     events = Table(box=None, padding=(0, 2, 0, 0))
     events.add_column("seconds", justify="right")
     events.add_column("where", style="cyan")
     events.add_column("what happened", overflow="fold")
     for event in timeline.events:
         events.add_row(f"{event.at - timeline.arrived_at:+.3f}", event.where, event.what)
-    for part in (summary, "", events, ""):
+    for part in (summary(summary_of(timeline)), "", events, ""):
         console.print(part)
 
 

@@ -6,6 +6,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from cluster.terminal.tables import summary
 from deployments.parts.sessions.record import SessionTurn
 from deployments.parts.sessions.routes import SessionBody
 
@@ -14,11 +15,6 @@ COLUMNS = ("after s", "turn", "session", "waited s", "first token s", "prompt", 
 
 def show(body: bytes, console: Console) -> None:
     session = msgspec.json.decode(body, type=SessionBody)
-    summary = Table.grid(padding=(0, 2))
-    summary.add_column(style="bold")
-    summary.add_column(overflow="fold")
-    for name, text in summary_of(session):
-        summary.add_row(name, text)
     turns = Table(box=None, padding=(0, 2, 0, 0))
     for i, name in enumerate(COLUMNS):
         turns.add_column(name, justify="left" if i in (1, 2) else "right", overflow="fold")
@@ -26,7 +22,7 @@ def show(body: bytes, console: Console) -> None:
     turns.add_column("ended", overflow="fold")
     for turn in session.turns:
         turns.add_row(*row_of(turn, session.created_at))
-    for part in (summary, "", turns):
+    for part in (summary(summary_of(session)), "", turns):
         console.print(part)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
@@ -24,6 +24,16 @@ def distributions(corner: str, statistics: Sequence[str], rows: Sequence[tuple[s
     for name, values, decimals in rows:
         shown = (None if values is None else getattr(values, statistic) for statistic in statistics)
         table.add_row(name, *(figure(value, decimals) for value in shown))
+    return table
+
+
+def summary(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return lines of a name and a text, without a frame."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, text)
     return table
 
 
